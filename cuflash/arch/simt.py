@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family without tensor cores: every dtype and head size, on any GPU and on the CPU.
+
+Tile shapes are data. Each row was chosen so that no kernel spills registers, and by measurement
+where two would do; see docs/measured.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..device import Device
+from ..dtypes import DTYPES, DType
+from ..plan import BackwardDkdvSimt, BackwardDqSimt, Delta, ForwardSimt, KernelPlan, Plan
+
+__all__ = ["Simt"]
+
+
+class _Tile(NamedTuple):
+    """A tile shape, for head sizes (the larger of the two) up to `head_dim`."""
+
+    head_dim: int
+    tile_q: int
+    tile_kv: int
+    threads_y: int
+    threads_x: int
+    chunk: int
+    blocks_per_sm: int
+
+
+# By bytes of an accumulator. Where two rows serve a head size, the first that fits is taken.
+_FORWARD = {
+    4: (
+        _Tile(16, 64, 64, 8, 16, 16, 4),
+        _Tile(32, 64, 64, 8, 16, 32, 3),
+        _Tile(64, 64, 64, 8, 16, 64, 3),
+        _Tile(64, 64, 32, 8, 16, 64, 3),
+        _Tile(128, 64, 64, 8, 16, 64, 2),
+        _Tile(256, 64, 64, 16, 16, 64, 1),
+        _Tile(512, 32, 64, 16, 16, 64, 1),
+    ),
+    8: (
+        _Tile(16, 32, 64, 8, 16, 16, 4),
+        _Tile(32, 32, 64, 8, 16, 32, 3),
+        _Tile(64, 64, 64, 16, 16, 32, 1),
+        _Tile(64, 32, 32, 8, 16, 32, 2),
+        _Tile(128, 64, 32, 16, 16, 32, 1),
+        _Tile(128, 32, 32, 16, 16, 32, 1),
+        _Tile(256, 32, 32, 16, 16, 32, 1),
+        _Tile(512, 16, 32, 16, 16, 32, 1),
+    ),
+}
+_BACKWARD_DQ = {
+    4: (
+        _Tile(16, 64, 64, 16, 16, 16, 2),
+        _Tile(32, 64, 64, 16, 16, 32, 2),
+        _Tile(64, 64, 64, 16, 16, 64, 2),
+        _Tile(64, 64, 32, 16, 16, 32, 1),
+        _Tile(128, 64, 64, 16, 16, 64, 1),
+        _Tile(128, 64, 32, 16, 16, 32, 1),
+        _Tile(256, 64, 32, 16, 16, 32, 1),
+        _Tile(512, 32, 32, 16, 16, 32, 1),
+    ),
+    8: (
+        _Tile(16, 32, 32, 8, 16, 16, 2),
+        _Tile(32, 32, 32, 8, 16, 32, 2),
+        _Tile(64, 64, 32, 16, 16, 32, 1),
+        _Tile(64, 32, 32, 16, 16, 32, 1),
+        _Tile(128, 32, 32, 16, 16, 32, 1),
+        _Tile(256, 32, 32, 16, 16, 32, 1),
+        _Tile(512, 16, 32, 16, 16, 32, 1),
+    ),
+}
+_BACKWARD_DKDV = {
+    4: (
+        _Tile(16, 64, 64, 16, 16, 16, 2),
+        _Tile(32, 64, 64, 16, 16, 32, 2),
+        _Tile(64, 64, 64, 16, 16, 64, 2),
+        _Tile(64, 32, 64, 16, 16, 32, 1),
+        _Tile(128, 64, 64, 16, 16, 64, 1),
+        _Tile(128, 32, 64, 16, 16, 32, 1),
+        _Tile(256, 32, 32, 16, 16, 32, 1),
+        _Tile(512, 32, 16, 16, 16, 32, 1),
+    ),
+    8: (
+        _Tile(16, 32, 32, 8, 16, 16, 2),
+        _Tile(32, 32, 32, 8, 16, 32, 2),
+        _Tile(64, 32, 32, 16, 16, 32, 1),
+        _Tile(128, 32, 32, 16, 16, 32, 1),
+        _Tile(256, 32, 16, 16, 16, 32, 1),
+        _Tile(512, 32, 16, 16, 16, 16, 1),
+    ),
+}
+
+#: Padded head sizes; every size in between runs as the next one.
+_PADDED = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+
+
+class Simt:
+    """See the module's docstring."""
+
+    name = "simt"
+
+    def rejects(self, dtype: DType, head_dim: int, head_dim_v: int, device: Device) -> str | None:
+        """Return why the family cannot serve a problem: never."""
+        return None
+
+    def forward(
+        self, dtype: DType, head_dim: int, head_dim_v: int, device: Device
+    ) -> Iterator[Plan]:
+        """Yield candidate plans of the forward, best first."""
+        for tile in _rows(_FORWARD, dtype, head_dim, head_dim_v):
+            for resident in (True, False):
+                yield (forward(dtype, tile, head_dim, head_dim_v, resident),)
+
+    def backward(
+        self, dtype: DType, head_dim: int, head_dim_v: int, device: Device
+    ) -> Iterator[Plan]:
+        """Yield candidate plans of the backward, best first."""
+        dq = [
+            backward_dq(dtype, tile, head_dim, head_dim_v, resident)
+            for tile in _rows(_BACKWARD_DQ, dtype, head_dim, head_dim_v)
+            for resident in (True, False)
+        ]
+        dkdv = [
+            backward_dkdv(dtype, tile, head_dim, head_dim_v, resident)
+            for tile in _rows(_BACKWARD_DKDV, dtype, head_dim, head_dim_v)
+            for resident in (True, False)
+        ]
+        # The two kernels are independent: the best of each that fits.
+        yield Delta(dtype.name), _first_fit(dq, device), _first_fit(dkdv, device)
+
+
+def _first_fit(plans: list[KernelPlan], device: Device) -> KernelPlan:
+    return next((plan for plan in plans if plan.smem_bytes <= device.smem_per_block), plans[-1])
+
+
+def _rows(
+    table: dict[int, tuple[_Tile, ...]], dtype: DType, head_dim: int, head_dim_v: int
+) -> list[_Tile]:
+    """Return the rows for the smallest sufficient head size, in order."""
+    rows = table[dtype.accum.itemsize]
+    need = max(head_dim, head_dim_v)
+    size = min(row.head_dim for row in rows if row.head_dim >= need)
+    return [row for row in rows if row.head_dim == size]
+
+
+def chunks_of(head_dim: int, chunk: int) -> int:
+    """Return how many chunks the padded head size takes."""
+    padded = next(size for size in _PADDED if size >= head_dim)
+    return -(-padded // chunk)
+
+
+def forward(
+    dtype: DType, tile: _Tile, head_dim: int, head_dim_v: int, resident: bool
+) -> ForwardSimt:
+    """Return the forward plan of a tile shape."""
+    return ForwardSimt(
+        dtype=dtype.name,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        threads_y=tile.threads_y,
+        threads_x=tile.threads_x,
+        chunk=tile.chunk,
+        chunks=chunks_of(head_dim_v, tile.chunk),
+        resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
+        blocks_per_sm=tile.blocks_per_sm,
+        prefetch=True,
+        unroll=2,
+    )
+
+
+def backward_dq(
+    dtype: DType, tile: _Tile, head_dim: int, head_dim_v: int, resident: bool
+) -> BackwardDqSimt:
+    """Return the plan of a tile shape for the gradient of q."""
+    return BackwardDqSimt(
+        dtype=dtype.name,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        threads_y=tile.threads_y,
+        threads_x=tile.threads_x,
+        chunk=tile.chunk,
+        chunks=chunks_of(head_dim, tile.chunk),
+        resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
+        resident_chunks_v=chunks_of(head_dim_v, tile.chunk) if resident else 0,
+        blocks_per_sm=tile.blocks_per_sm,
+        prefetch=True,
+        unroll=2,
+    )
+
+
+def backward_dkdv(
+    dtype: DType, tile: _Tile, head_dim: int, head_dim_v: int, resident: bool
+) -> BackwardDkdvSimt:
+    """Return the plan of a tile shape for the gradients of k and v."""
+    return BackwardDkdvSimt(
+        dtype=dtype.name,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        threads_y=tile.threads_y,
+        threads_x=tile.threads_x,
+        chunk=tile.chunk,
+        chunks=chunks_of(head_dim, tile.chunk),
+        chunks_v=chunks_of(head_dim_v, tile.chunk),
+        resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
+        resident_chunks_v=chunks_of(head_dim_v, tile.chunk) if resident else 0,
+        blocks_per_sm=tile.blocks_per_sm,
+        prefetch=True,
+        unroll=2,
+    )
+
+
+assert set(_FORWARD) == {row.accum.itemsize for row in DTYPES.values()}

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of other libraries: how they come in, where they lie, and whether they overlap.
+
+NumPy and CuPy arrays are taken as they are. Anything else comes in without a copy through DLPack,
+or through ``__cuda_array_interface__`` where that is all it has. CuPy is imported only when an
+array that lives on a GPU shows up.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+__all__ = ["adopt", "empty", "extent", "overlap", "place", "pointer", "self_overlap"]
+
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
+
+
+def adopt(name: str, x: Any) -> Any:
+    """Return `x` as a NumPy or CuPy array that shares its memory.
+
+    Raises
+    ------
+    TypeError
+        `x` is no array of a kind that can be used; the message says what was expected.
+    """
+    if isinstance(x, np.ndarray):
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name}: a masked array, whose mask would be ignored; pass its .data, or fill it"
+            )
+        # Strided views of packed records may have elements at odd addresses.
+        return x if x.flags.aligned else x.copy()
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return _aligned(name, x)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _from_dlpack(name, x)
+    if hasattr(x, "__cuda_array_interface__"):
+        return _aligned(name, _from_cuda_interface(name, x))
+    raise TypeError(
+        f"{name}: expected a CuPy or NumPy array (or one that offers DLPack or "
+        f"__cuda_array_interface__), got {type(x).__name__}"
+    )
+
+
+def _aligned(name: str, x: Any) -> Any:
+    size = x.itemsize
+    if x.data.ptr % size or any(stride % size for stride in x.strides):
+        raise ValueError(
+            f"{name}: its elements are not aligned to their size of {size} bytes; "
+            "expected an aligned array: copy the bytes into a fresh one"
+        )
+    return x
+
+
+def _from_dlpack(name: str, x: Any) -> Any:
+    kind = x.__dlpack_device__()[0]
+    try:
+        if kind in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
+            return adopt(name, np.from_dlpack(x))
+        if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+            import cupy
+
+            # CuPy hands its current stream over, and the exporter orders its work before it.
+            return _aligned(name, cupy.from_dlpack(x))
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"{name}: {type(x).__name__} does not come in through DLPack: {error}"
+        ) from error
+    raise TypeError(f"{name}: expected an array on a CUDA GPU or the CPU, got DLPack device {kind}")
+
+
+def _from_cuda_interface(name: str, x: Any) -> Any:
+    import cupy
+
+    interface = x.__cuda_array_interface__
+    typestr = interface["typestr"]
+    if typestr[1] == "V":
+        raise TypeError(
+            f"{name}: {type(x).__name__} shows raw bytes ({typestr}) through "
+            "__cuda_array_interface__, from which bfloat16 cannot be told; expected DLPack, or a "
+            "CuPy array: cupy.asarray(x).view(ml_dtypes.bfloat16)"
+        )
+    if interface.get("mask") is not None:
+        raise TypeError(f"{name}: a masked array, whose mask would be ignored; pass its data")
+    dtype = np.dtype(typestr)
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides")
+    address = interface["data"][0]
+    if strides is None:
+        strides = tuple(
+            dtype.itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64))
+            for axis in range(len(shape))
+        )
+    low, high = _extent(address, shape, strides, dtype.itemsize)
+    memory = cupy.cuda.UnownedMemory(low, high - low, x)
+    start = cupy.cuda.MemoryPointer(memory, address - low)
+    stream = interface.get("stream")
+    if stream is not None:
+        # The producer's stream: 1 and 2 are the default streams. Ours waits for what is on it.
+        producer = cupy.cuda.ExternalStream(stream)
+        cupy.cuda.get_current_stream().wait_event(producer.record())
+    return cupy.ndarray(shape, dtype, start, strides)
+
+
+def place(x: Any) -> int | None:
+    """Return the index of the GPU that `x` lies on, None for host memory."""
+    return None if isinstance(x, np.ndarray) else x.data.device_id
+
+
+def pointer(x: Any) -> int:
+    """Return the address of the first element."""
+    return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data.ptr
+
+
+def empty(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an uninitialised array of the library (and, for CuPy, the device) of `like`."""
+    library: ModuleType = np if isinstance(like, np.ndarray) else sys.modules["cupy"]
+    return library.empty(shape, dtype)
+
+
+def _extent(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> tuple[int, int]:
+    if 0 in shape:
+        return address, address
+    low = high = address
+    for length, stride in zip(shape, strides, strict=True):
+        reach = (length - 1) * stride
+        low, high = (low + reach, high) if reach < 0 else (low, high + reach)
+    return low, high + itemsize
+
+
+def extent(x: Any) -> tuple[int, int]:
+    """Return the addresses [low, high) that the elements of `x` lie within."""
+    return _extent(pointer(x), x.shape, x.strides, x.itemsize)
+
+
+class _Shape:
+    """A stand-in for an array, for NumPy's solver of overlaps; its memory is never touched."""
+
+    def __init__(self, x: Any) -> None:
+        self.owner = x
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{x.itemsize}",
+            "data": (pointer(x), False),
+            "shape": x.shape,
+            "strides": x.strides,
+        }
+
+
+def overlap(x: Any, y: Any) -> bool:
+    """Whether two arrays share an element, exactly (interleaved views do not)."""
+    if x.size == 0 or y.size == 0 or place(x) != place(y):
+        return False
+    (low_x, high_x), (low_y, high_y) = extent(x), extent(y)
+    if high_x <= low_y or high_y <= low_x:
+        return False
+    try:
+        return bool(np.shares_memory(np.asarray(_Shape(x)), np.asarray(_Shape(y)), max_work=10**6))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def self_overlap(x: Any) -> bool:
+    """Whether two elements of `x` may lie at one place, as in a broadcast view."""
+    reach = x.itemsize
+    for stride, length in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return True
+            reach += (length - 1) * stride
+    return False

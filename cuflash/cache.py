@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk cache of compiled kernels.
+
+``$CUFLASH_CACHE_DIR``, else ``cuflash`` in the user's cache directory. Files appear whole
+(temporary name, then rename), so several processes may fill the cache at once. Libraries are
+executed, so a folder that others may write to is not used. Where no folder can be used, a private
+temporary one lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["cached", "folder"]
+
+
+def _wanted() -> Path:
+    chosen = os.environ.get("CUFLASH_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "cuflash"
+    except RuntimeError:  # no home directory
+        return Path(tempfile.gettempdir()) / f"cuflash-{os.getuid()}"
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nobody else can put files there. Root may read anybody's folder, and must not."""
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _can_write(path: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+@functools.lru_cache(maxsize=None)
+def _private(process: int) -> Path:
+    path = Path(tempfile.mkdtemp(prefix="cuflash-"))
+
+    def remove() -> None:
+        if os.getpid() == process:  # a forked child must not take its parent's folder away
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)
+    return path
+
+
+@functools.lru_cache(maxsize=None)
+def _readable(wanted: Path) -> Path | None:
+    """Return the cache folder if it can be read and nobody else writes to it."""
+    try:
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return wanted if _is_ours(wanted) else None
+    except OSError:
+        return None
+
+
+def folder() -> Path:
+    """Return the folder that new files go to."""
+    wanted = _readable(_wanted())
+    if wanted is not None and _can_write(wanted):
+        return wanted
+    return _private(os.getpid())
+
+
+def cached(name: str, build: Callable[[Path], None]) -> Path:
+    """Return the file `name`, made by ``build(path)`` if no folder holds it yet.
+
+    `name` carries a digest of all that decides the contents. A read-only cache is read.
+    """
+    wanted = _readable(_wanted())
+    if wanted is not None:
+        path = wanted / name
+        if path.is_file() and path.stat().st_size > 0:
+            return path
+    path = folder() / name
+    if not path.is_file() or path.stat().st_size == 0:
+        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
+        os.close(handle)
+        try:
+            build(Path(temporary))
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    return path

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan -> translation unit -> kernel.
+
+For a GPU, NVRTC makes a cubin, which ``cupy.RawModule(path=...)`` loads. ``RawModule(code=...)``
+would compile by itself, but always for ``sm_90`` and never ``sm_90a`` (which Hopper's own
+instructions need), with numerics flags of its own, and its cache does not see included headers.
+For the CPU, the machine's C++ compiler makes a shared library of the same sources.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import host, source
+from .cache import cached
+from .device import Device
+from .dtypes import DTYPES
+from .plan import KernelPlan
+
+__all__ = ["CpuKernel", "GpuKernel", "Usage", "cubin", "host_library", "kernel", "nvrtc_version"]
+
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child forked while another thread was compiling would inherit a lock that nobody opens.
+    def _new_lock() -> None:
+        global _lock
+        _lock = threading.RLock()
+
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def translation_unit(plan: KernelPlan, *, cpu: bool) -> str:
+    """Return the source text of a kernel: the plan's constants, then the kernel's file."""
+    lines = ['#include "host/cuda.h"'] if cpu else []
+    lines += ['#include "parts/types.cuh"', "namespace plan {"]
+    lines += [f"using Element = {DTYPES[plan.dtype].cxx};"]
+    lines += [f"constexpr {kind} {name} = {value};" for kind, name, value in plan.constants()]
+    lines += ["}  // namespace plan", f'#include "attention/{plan.kernel}.cu"']
+    if cpu:
+        lines += [f"#define CUFLASH_KERNEL {plan.kernel}", "#define CUFLASH_PARAMS Params"]
+        lines += ['#include "host/entry.h"']
+    return "\n".join(lines) + "\n"
+
+
+def _key(text: str, sources: str, *rest: object) -> str:
+    return hashlib.sha256(repr((text, sources, *rest)).encode()).hexdigest()[:24]
+
+
+def _load(find: Callable[[], Path], load: Callable[[Path], Any]) -> Any:
+    """Load a cached file; one that was damaged on disk is made anew, once."""
+    path = find()
+    try:
+        return load(path)
+    except Exception:
+        path.unlink(missing_ok=True)
+        return load(find())
+
+
+# --- GPU -----------------------------------------------------------------------------------------
+
+
+class Usage(NamedTuple):
+    """What ptxas says of a kernel."""
+
+    registers: int
+    spill_bytes: int  # loads and stores of spilled registers
+    stack_bytes: int
+    warnings: tuple[str, ...]
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of the NVRTC library that CuPy loads."""
+    return _nvrtc().getVersion()
+
+
+def _nvrtc() -> Any:
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        raise RuntimeError(
+            f"NVRTC, CUDA's run-time compiler, cannot be loaded ({error}); install it with "
+            "`pip install nvidia-cuda-nvrtc` for CUDA 13 or `nvidia-cuda-nvrtc-cu12` for CUDA 12"
+        ) from error
+    return nvrtc
+
+
+def _target(device: Device) -> str:
+    return f"sm_{device.capability[0]}{device.capability[1]}"
+
+
+def _nvrtc_options(device: Device) -> tuple[str, ...]:
+    return (
+        f"--gpu-architecture={_target(device)}",
+        "--std=c++17",
+        "--generate-line-info",
+        "--diag-suppress=177",  # a constant that this kernel does not use
+        "--ptxas-options=-v",
+    )
+
+
+def compile_cubin(text: str, name: str, device: Device) -> tuple[bytes, str]:
+    """Compile a translation unit; returns the cubin and the compiler's log. Needs no GPU."""
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(text, f"{name}.plan.cu", (), ())
+    options = (*_nvrtc_options(device), f"-I{source.KERNEL_ROOT}")
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            if "gpu-architecture" in log:
+                version = ".".join(map(str, nvrtc.getVersion()))
+                raise RuntimeError(
+                    f"NVRTC {version} does not know {device.name}, of compute capability "
+                    f"{'.'.join(map(str, device.capability))}; install a version that does "
+                    "(`pip install -U nvidia-cuda-nvrtc`)"
+                ) from error
+            raise RuntimeError(f"{name} does not compile for {_target(device)}:\n{log}") from error
+        log = nvrtc.getProgramLog(program)
+        # CuPy's getCUBIN drops the last byte, which is zero.
+        return nvrtc.getCUBIN(program) + b"\0", log
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def usage(log: str) -> Usage:
+    """Read ptxas' report."""
+
+    def total(pattern: str) -> int:
+        return sum(int(n) for n in re.findall(pattern, log))
+
+    return Usage(
+        registers=max((int(n) for n in re.findall(r"Used (\d+) registers", log)), default=0),
+        spill_bytes=total(r"(\d+) bytes spill (?:stores|loads)"),
+        stack_bytes=total(r"(\d+) bytes stack frame"),
+        warnings=tuple(line for line in log.splitlines() if "warning" in line or "C75" in line),
+    )
+
+
+def cubin(plan: KernelPlan, device: Device) -> Path:
+    """Return the compiled kernel of a plan, from the disk cache where it is there."""
+    text = translation_unit(plan, cpu=False)
+    sources = source.digest(f"attention/{plan.kernel}.cu", (".",), source.KERNEL_ROOT)
+    key = _key(text, sources, _nvrtc_options(device), nvrtc_version())
+
+    def build(path: Path) -> None:
+        image, log = compile_cubin(text, plan.kernel, device)
+        path.write_bytes(image)
+        if os.environ.get("CUFLASH_DEBUG"):
+            print(f"cuflash: compiled {plan.kernel}: {usage(log)}", file=sys.stderr)
+
+    return cached(f"{plan.kernel}-{_target(device)}-{key}.cubin", build)
+
+
+class GpuKernel:
+    """A kernel on one GPU, which must be the current one when it is made and launched."""
+
+    def __init__(self, plan: KernelPlan, device: Device) -> None:
+        import cupy
+
+        def load(path: Path) -> Any:
+            function = cupy.RawModule(path=str(path)).get_function(plan.kernel)
+            # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
+            function.max_dynamic_shared_size_bytes = plan.smem_bytes
+            return function
+
+        self.plan = plan
+        self._threads = (plan.threads, 1, 1)
+        self._smem = plan.smem_bytes
+        self._function = _load(lambda: cubin(plan, device), load)
+
+    def launch(self, blocks: int, params: bytes) -> None:
+        """Start the kernel on the current stream."""
+        value = np.frombuffer(params, dtype=f"V{len(params)}")
+        self._function((blocks, 1, 1), self._threads, (value,), shared_mem=self._smem)
+
+
+# --- CPU -----------------------------------------------------------------------------------------
+
+
+def _library(name: str, text: str, sources: str, *, is_kernel: bool) -> Path:
+    compiler = host.find_compiler()
+    flags = host.flags(compiler, is_kernel)
+    key = _key(text, sources, compiler, flags)
+    includes = [source.KERNEL_ROOT / folder for folder in source.HOST_INCLUDES]
+
+    def build(path: Path) -> None:
+        host.compile_library(compiler, text, includes, path, kernel=is_kernel)
+
+    return cached(f"{name}-cpu-{key}.so", build)
+
+
+@functools.lru_cache(maxsize=None)
+def _runtime() -> host.Runtime:
+    name = "host/executor.cpp"
+    sources = source.digest(name, source.HOST_INCLUDES, source.KERNEL_ROOT)
+    text = f'#include "{name}"\n'
+    return _load(lambda: _library("executor", text, sources, is_kernel=False), host.Runtime)
+
+
+def host_library(plan: KernelPlan) -> Path:
+    """Return the kernel of a plan as a shared library for the CPU back end."""
+    text = translation_unit(plan, cpu=True)
+    sources = "".join(
+        source.digest(name, source.HOST_INCLUDES, source.KERNEL_ROOT)
+        for name in ("host/cuda.h", f"attention/{plan.kernel}.cu", "host/entry.h")
+    )
+    return _library(plan.kernel, text, sources, is_kernel=True)
+
+
+class CpuKernel:
+    """A kernel for the CPU back end."""
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self.plan = plan
+        self._kernel = _load(
+            lambda: host_library(plan), lambda path: host.HostKernel(_runtime(), path, plan.kernel)
+        )
+
+    def launch(
+        self,
+        blocks: int,
+        params: bytes,
+        buffers: Sequence[tuple[str, int, int, bool]],
+        seed: int,
+    ) -> None:
+        """Run the kernel to its end."""
+        self._kernel.launch(
+            blocks, self.plan.threads, self.plan.smem_bytes, params, buffers, seed=seed
+        )
+
+
+_kernels: dict[tuple[KernelPlan, int | None], Any] = {}
+
+
+def kernel(plan: KernelPlan, device: Device, index: int | None) -> Any:
+    """Return the kernel of a plan on the GPU with this index (None: on the CPU).
+
+    Compiled at most once, also when several threads ask at once.
+    """
+    found = _kernels.get((plan, index))
+    if found is None:
+        with _lock:
+            found = _kernels.get((plan, index))
+            if found is None:
+                found = CpuKernel(plan) if device.is_cpu else GpuKernel(plan, device)
+                _kernels[plan, index] = found
+    return found

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of gradients that the backward functions return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Gradients"]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of an attention call.
+
+    Iterating gives ``dq, dk, dv`` and nothing else, so ``dq, dk, dv = grads`` keeps working when
+    later versions add fields.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+        Gradients of the loss with respect to ``q``, ``k`` and ``v``, each with the shape and the
+        dtype of its argument.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.dq, self.dk, self.dv))

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels on the CPU: compile them with the machine's C++ compiler, load them and launch them.
+
+The executor (``kernels/host/executor.cpp``) and each kernel are shared libraries. This module finds
+a compiler, makes the libraries and calls them; what a translation unit holds and where libraries
+are kept is the caller's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = [
+    "Compiler",
+    "HostKernel",
+    "KernelFault",
+    "Runtime",
+    "compile_library",
+    "find_compiler",
+    "flags",
+]
+
+_TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int f(int* p) { return *p; }\n'
+_REPORT_BYTES = 4096
+_MAX_BLOCK = 1024
+_MAX_GRID = 2**31 - 1
+
+
+class KernelFault(RuntimeError):
+    """A kernel did on the CPU what it must not do on a GPU; the text says what and where."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler.
+
+    Attributes
+    ----------
+    command : tuple of str
+        The program and its leading arguments.
+    version : str
+        What it says about itself; tells its brand, and belongs in the key of a cache.
+    """
+
+    command: tuple[str, ...]
+    version: str
+
+    @property
+    def is_zig(self) -> bool:
+        """Whether this is clang in the shape of ``zig c++``, which has defaults of its own."""
+        return self.command[-1] == "c++" and "zig" in "".join(self.command[:-1])
+
+
+def flags(compiler: Compiler, kernel: bool) -> tuple[str, ...]:
+    """Return the options that a library is compiled with.
+
+    Parameters
+    ----------
+    compiler : Compiler
+        From `find_compiler`.
+    kernel : bool
+        Whether the library is a kernel's: quick to compile, with its array indices checked.
+
+    Returns
+    -------
+    tuple of str
+        To be part of a cache's key.
+    """
+    clang = "clang" in compiler.version
+    # Only libc is used. No contraction, no excess speed: the results are those of the source.
+    options = ["-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-g1", "-Wno-psabi"]
+    options += ["-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fno-strict-aliasing"]
+    options += ["-ffp-contract=off", "-fno-math-errno", "-U_FORTIFY_SOURCE"]
+    if clang:
+        options += ["-nostdlib++", "-Wno-unused-command-line-argument"]
+    else:
+        options += ["-fno-gnu-unique"]  # or two variants of a kernel would share their statics
+    if compiler.is_zig:
+        # Code for any CPU of this kind, as from the others; none of the checks it adds by itself.
+        options += ["-mcpu=baseline", "-fno-sanitize=all", "-fno-stack-protector"]
+    if not kernel:
+        return (*options, "-O2")
+    # Probing each page of a large frame makes a stack overflow hit the guard page.
+    options += ["-O1", "-fstack-clash-protection"]
+    if clang:
+        checks = "bounds,alignment"
+        options += [f"-fsanitize={checks}", f"-fsanitize-trap={checks}", "-fstrict-flex-arrays=3"]
+    else:
+        options += ["-fsanitize=bounds-strict,alignment", "-fsanitize-undefined-trap-on-error"]
+    return tuple(options)
+
+
+@functools.lru_cache(maxsize=1)
+def find_compiler() -> Compiler:
+    """Find a C++ compiler that works.
+
+    Returns
+    -------
+    Compiler
+        ``$CXX``, ``g++``, ``clang++`` or the package ziglang: the first that makes a library.
+
+    Raises
+    ------
+    RuntimeError
+        If there is none, or if ``$CXX`` does not work, or if this is not Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise RuntimeError("running kernels on the CPU needs Linux for now")
+    chosen = os.environ.get("CXX", "").strip()
+    if chosen:
+        try:
+            return _probe(tuple(shlex.split(chosen)))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RuntimeError(f"the C++ compiler that $CXX names does not work: {error}") from None
+    candidates = [(program,) for program in ("g++", "clang++") if shutil.which(program)]
+    if find_spec("ziglang"):
+        candidates.append((sys.executable, "-m", "ziglang", "c++"))
+    for command in candidates:
+        try:
+            return _probe(command)
+        except (OSError, RuntimeError):
+            continue
+    raise RuntimeError(
+        "running kernels on the CPU needs a C++ compiler: install one (`pip install ziglang`, or "
+        "g++ or clang++ from the system), or name one in the environment variable CXX"
+    )
+
+
+def _probe(command: tuple[str, ...]) -> Compiler:
+    compiler = Compiler(command, _run([*command, "--version"]).strip())
+    with tempfile.TemporaryDirectory(prefix="cuflash-") as folder:
+        for kernel in (False, True):
+            compile_library(compiler, _TRIVIAL, (), Path(folder, "probe.so"), kernel=kernel)
+        ctypes.CDLL(str(Path(folder, "probe.so")))
+    return compiler
+
+
+def compile_library(
+    compiler: Compiler,
+    source_text: str,
+    include_dirs: Iterable[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    kernel: bool,
+) -> None:
+    """Compile a translation unit to a shared library.
+
+    Parameters
+    ----------
+    compiler : Compiler
+        From `find_compiler`.
+    source_text : str
+        The translation unit.
+    include_dirs : iterable of path
+        Folders to look for included files in, in this order.
+    output : path
+        The library. It appears complete or not at all, and replaces an older one.
+    kernel : bool
+        See `flags`.
+
+    Raises
+    ------
+    RuntimeError
+        With the compiler's messages, if it fails.
+    """
+    output = Path(output)
+    # In the output's folder, so that the library can be renamed into place.
+    with tempfile.TemporaryDirectory(prefix=".compile-", dir=output.parent) as folder:
+        source, library = Path(folder, f"{output.stem}.cpp"), Path(folder, output.name)
+        source.write_text(source_text, encoding="utf-8")
+        includes = [f"-I{os.fspath(directory)}" for directory in include_dirs]
+        options = flags(compiler, kernel)
+        _run([*compiler.command, *options, *includes, str(source), "-o", str(library), "-lm"])
+        os.replace(library, output)
+
+
+def _run(command: Sequence[str]) -> str:
+    """Run a program and return its output; RuntimeError with what it said if it fails."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    if "ziglang" in command and not os.access(_zig_cache(), os.W_OK):
+        folder = str(Path(tempfile.gettempdir(), f"cuflash-zig-{os.getuid()}"))
+        environment.setdefault("ZIG_GLOBAL_CACHE_DIR", folder)
+        environment.setdefault("ZIG_LOCAL_CACHE_DIR", folder)
+    result = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if result.returncode:
+        raise RuntimeError(f"{shlex.join(command)} failed:\n{result.stdout.strip()}")
+    return result.stdout
+
+
+def _zig_cache() -> Path:
+    """Return the folder that zig would cache in, or its nearest ancestor that exists."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/", ".cache")
+    folder = Path(home, "zig").absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (
+        ("low", ctypes.c_size_t),
+        ("high", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("writable", ctypes.c_int),
+    )
+
+
+class _Launch(ctypes.Structure):
+    """host::Launch of executor.h."""
+
+    _fields_ = (
+        ("entry", ctypes.c_void_p),
+        ("kernel", ctypes.c_char_p),
+        ("params", ctypes.c_char_p),
+        ("params_bytes", ctypes.c_size_t),
+        ("ranges", ctypes.POINTER(_Range)),
+        ("range_count", ctypes.c_size_t),
+        ("shared_bytes", ctypes.c_size_t),
+        ("seed", ctypes.c_uint64),
+        ("grid", ctypes.c_uint),
+        ("block", ctypes.c_uint),
+        ("report", ctypes.c_void_p),
+        ("report_bytes", ctypes.c_size_t),
+        ("fault_library", ctypes.c_void_p),
+        ("fault_library_bytes", ctypes.c_size_t),
+        ("fault_offset", ctypes.c_uint64),
+    )
+
+
+class Runtime:
+    """The executor, loaded.
+
+    Parameters
+    ----------
+    library : path
+        Made by `compile_library` from ``#include "host/executor.cpp"``.
+    """
+
+    def __init__(self, library: str | os.PathLike[str]) -> None:
+        self._library = ctypes.CDLL(os.fspath(library))
+        self.launch = self._library.cuflash_launch
+        self.launch.argtypes = (ctypes.POINTER(_Launch),)
+        self.launch.restype = ctypes.c_int
+
+
+class HostKernel:
+    """A kernel, loaded.
+
+    Parameters
+    ----------
+    runtime : Runtime
+        What runs it.
+    library : path
+        Made by `compile_library` from a translation unit that ends with ``host/entry.h``.
+    name : str
+        For reports.
+    """
+
+    def __init__(self, runtime: Runtime, library: str | os.PathLike[str], name: str) -> None:
+        self._runtime = runtime
+        self._name = name
+        self._library = ctypes.CDLL(os.fspath(library))
+        self._library.cuflash_params_bytes.restype = ctypes.c_size_t
+        self._params_bytes = self._library.cuflash_params_bytes()
+        self._entry = ctypes.cast(self._library.cuflash_entry, ctypes.c_void_p).value
+
+    def launch(
+        self,
+        grid: int,
+        block: int,
+        smem_bytes: int,
+        params: bytes,
+        buffers: Sequence[tuple[str, int, int, bool]],
+        seed: int = 0,
+    ) -> None:
+        """Run the kernel and wait for its end. Several Python threads may do so at once.
+
+        Parameters
+        ----------
+        grid, block : int
+            Number of blocks, and of threads in each.
+        smem_bytes : int
+            Dynamic shared memory of a block.
+        params : bytes
+            The kernel's one parameter.
+        buffers : sequence of (name, low, high, writable)
+            Global memory that it may access: the bytes at addresses ``low`` to ``high - 1``.
+        seed : int
+            Chooses the order in which threads and blocks run; 0 is the plain one.
+
+        Raises
+        ------
+        ValueError
+            If a number is out of its range or `params` has not the size that the kernel expects.
+        KernelFault
+            If the kernel does what it must not do. Buffers then hold what was written so far.
+        """
+        if not 0 < grid <= _MAX_GRID:
+            raise ValueError(f"grid must be from 1 to {_MAX_GRID}, got {grid}")
+        if not 0 < block <= _MAX_BLOCK:
+            raise ValueError(f"block must be from 1 to {_MAX_BLOCK}, got {block}")
+        if smem_bytes < 0:
+            raise ValueError(f"smem_bytes must not be negative, got {smem_bytes}")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+        if len(params) != self._params_bytes:
+            raise ValueError(
+                f"params of {self._name} must have {self._params_bytes} bytes, got {len(params)}"
+            )
+        ranges = (_Range * len(buffers))(
+            *((low, high, name.encode(), writable) for name, low, high, writable in buffers)
+        )
+        report = ctypes.create_string_buffer(_REPORT_BYTES)
+        library = ctypes.create_string_buffer(_REPORT_BYTES)
+        launch = _Launch(
+            entry=self._entry,
+            kernel=self._name.encode(),
+            params=params,
+            params_bytes=len(params),
+            ranges=ranges,
+            range_count=len(buffers),
+            shared_bytes=smem_bytes,
+            seed=seed,
+            grid=grid,
+            block=block,
+            report=ctypes.addressof(report),
+            report_bytes=_REPORT_BYTES,
+            fault_library=ctypes.addressof(library),
+            fault_library_bytes=_REPORT_BYTES,
+        )
+        if self._runtime.launch(launch):
+            text = report.value.decode("utf-8", "replace")
+            if launch.fault_offset:
+                text += f", {_source_line(os.fsdecode(library.value), launch.fault_offset)}"
+            raise KernelFault(text)
+
+
+def _source_line(library: str, offset: int) -> str:
+    """Return file and line of an instruction, where binutils are there to find them."""
+    place = f"{Path(library).name}+{offset:#x}"
+    try:
+        lines = _run(["addr2line", "-e", library, f"{offset:#x}"]).split()
+    except (OSError, RuntimeError):
+        return place
+    return place if not lines or lines[0].startswith("??") else Path(lines[0]).name
+

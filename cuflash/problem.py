@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problem: what a call asks for. Reads the arguments, checks them, and raises every error.
+
+Below this module nothing is checked: a Problem is valid, and the arrays that go with it fit it.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import arrays
+from .dtypes import DTYPES, DType, lookup
+
+__all__ = ["OPEN", "Arrays", "Layout", "Problem", "read", "read_backward", "read_destination"]
+
+#: No limit on that side of the window; kOpen in kernels/attention/params.cuh.
+OPEN = 2**31 - 1
+
+#: Lengths below this keep every sum of two positions in 32 bits.
+_MAX_LENGTH = 2**30
+_MAX_HEAD_DIM = 512
+
+
+class Problem(NamedTuple):
+    """A valid call: sizes and options, no arrays."""
+
+    dtype: DType
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    window_left: int  # keys before the diagonal; OPEN: all of them
+    window_right: int  # keys after it; 0 when causal
+
+
+class Layout(NamedTuple):
+    """Which axis of the caller's arrays is what; `batch` is None for arrays without a batch."""
+
+    batch: int | None
+    seq: int
+    heads: int
+    dim: int
+
+    def sizes(self, x: Any) -> tuple[int, int, int, int]:
+        """Return (batch, seq, heads, dim) of an array."""
+        shape = x.shape
+        batch = 1 if self.batch is None else shape[self.batch]
+        return batch, shape[self.seq], shape[self.heads], shape[self.dim]
+
+    def shape(self, batch: int, seq: int, heads: int, dim: int) -> tuple[int, ...]:
+        """Return the shape of an array of these sizes."""
+        inner = (seq, heads) if self.seq < self.heads else (heads, seq)
+        return (*inner, dim) if self.batch is None else (batch, *inner, dim)
+
+    def row_shape(self, batch: int, heads: int, seq: int) -> tuple[int, ...]:
+        """Return the shape of lse, which does not depend on the order of the other arrays."""
+        return (heads, seq) if self.batch is None else (batch, heads, seq)
+
+
+_LAYOUTS = {
+    ("bshd", 4): Layout(0, 1, 2, 3),
+    ("bshd", 3): Layout(None, 0, 1, 2),
+    ("bhsd", 4): Layout(0, 2, 1, 3),
+    ("bhsd", 3): Layout(None, 1, 0, 2),
+}
+_AXES = {
+    "bshd": "(batch, seq, heads, dim) or (seq, heads, dim)",
+    "bhsd": "(batch, heads, seq, dim) or (heads, seq, dim)",
+}
+
+
+class Arrays(NamedTuple):
+    """The arrays that go with a Problem, as NumPy or CuPy arrays in the caller's layout."""
+
+    layout: Layout
+    device: int | None  # GPU index; None: host memory
+    q: Any
+    k: Any
+    v: Any
+    out: Any = None
+    lse: Any = None
+    dout: Any = None
+    dlse: Any = None
+
+
+def read(
+    q: Any, k: Any, v: Any, scale: Any, causal: Any, window: Any, layout: Any
+) -> tuple[Problem, Arrays]:
+    """Check the arguments that every call has."""
+    q, k, v = arrays.adopt("q", q), arrays.adopt("k", k), arrays.adopt("v", v)
+    dtype = _dtype(q)
+    axes = _layout(layout, q)
+    device = arrays.place(q)
+    for name, x in (("k", k), ("v", v)):
+        _same_kind(name, x, q, device)
+        if x.ndim != q.ndim:
+            raise ValueError(
+                f"{name}: expected {q.ndim} dimensions {_AXES[layout]}, as q has, "
+                f"got shape {x.shape}"
+            )
+    batch, seqlen_q, heads_q, head_dim = axes.sizes(q)
+    _, seqlen_kv, heads_kv, _ = axes.sizes(k)
+    head_dim_v = v.shape[axes.dim]
+    _shape("k", k, axes.shape(batch, seqlen_kv, heads_kv, head_dim), "batch and head_dim of q")
+    _shape("v", v, axes.shape(batch, seqlen_kv, heads_kv, head_dim_v), "batch, length, heads of k")
+    for name, size in (("q", head_dim), ("v", head_dim_v)):
+        if not 1 <= size <= _MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name}: head size (its last axis) must be 1 to {_MAX_HEAD_DIM}, got {size}; "
+                f"the shape is read as {_AXES[layout]}"
+            )
+    if heads_q % heads_kv if heads_kv else heads_q:
+        raise ValueError(
+            f"k: the {heads_q} heads of q must be a multiple of its heads, got {heads_kv}; "
+            f"shapes are read as {_AXES[layout]}: pass layout= if heads come before seq"
+        )
+    for name, size in (("q", max(seqlen_q, heads_q)), ("k", max(seqlen_kv, heads_kv))):
+        if size >= _MAX_LENGTH:
+            raise ValueError(f"{name}: lengths and heads must be below 2**30, got {size}")
+    left, right = _window(window)
+    if _flag("causal", causal):
+        right = 0
+    problem = Problem(
+        dtype,
+        batch,
+        heads_q,
+        heads_kv,
+        seqlen_q,
+        seqlen_kv,
+        head_dim,
+        head_dim_v,
+        _scale(scale, head_dim),
+        left,
+        right,
+    )
+    return problem, Arrays(axes, device, q, k, v)
+
+
+def read_backward(
+    problem: Problem, inputs: Arrays, dout: Any, out: Any, lse: Any, dlse: Any
+) -> Arrays:
+    """Check the arrays that only the backward takes; returns `inputs` with them."""
+    axes, q = inputs.layout, inputs.q
+    p = problem
+    shape = axes.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
+    rows = axes.row_shape(p.batch, p.heads_q, p.seqlen_q)
+    dout, out, lse = (
+        arrays.adopt("dout", dout),
+        arrays.adopt("output", out),
+        arrays.adopt("lse", lse),
+    )
+    for name, x in (("dout", dout), ("output", out)):
+        _same_kind(name, x, q, inputs.device)
+        _shape(name, x, shape, "the output of this call")
+    _rows("lse", lse, rows, p.dtype, q, inputs.device)
+    if dlse is not None:
+        dlse = arrays.adopt("dlse", dlse)
+        _rows("dlse", dlse, rows, p.dtype, q, inputs.device)
+    return inputs._replace(dout=dout, out=out, lse=lse, dlse=dlse)
+
+
+def read_destination(
+    name: str, destination: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: Arrays
+) -> Any:
+    """Return the array to write a result to: `destination` if it is fit for that, else a new one.
+
+    It must have the result's shape and dtype, be writable, and share no memory with an input.
+    """
+    if destination is None:
+        return arrays.empty(inputs.q, shape, dtype)
+    x = arrays.adopt(name, destination)
+    _same_place(name, x, inputs.q, inputs.device)
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, the result's, got {x.dtype}")
+    _shape(name, x, shape, "the result's")
+    if isinstance(x, np.ndarray):
+        if not x.flags.writeable:
+            raise ValueError(f"{name}: expected a writable array, got a read-only one")
+        if isinstance(destination, np.ndarray) and x is not destination:
+            raise ValueError(f"{name}: expected an aligned array, got one with unaligned elements")
+    if arrays.self_overlap(x):
+        raise ValueError(
+            f"{name}: expected an array whose elements lie apart, got strides {x.strides} for "
+            f"shape {x.shape}, as of a broadcast view"
+        )
+    for other, y in zip(Arrays._fields[2:], inputs[2:], strict=True):
+        if y is not None and arrays.overlap(x, y):
+            raise ValueError(
+                f"{name}: shares memory with {other}, which would be overwritten while it is read; "
+                "pass another array"
+            )
+    return x
+
+
+def _dtype(q: Any) -> DType:
+    dtype = lookup(q.dtype)
+    if dtype is None:
+        raise TypeError(
+            f"q: expected dtype {', '.join(DTYPES)} in native byte order, got {q.dtype}; "
+            "convert it with .astype(...)"
+        )
+    return dtype
+
+
+def _layout(layout: Any, q: Any) -> Layout:
+    if not isinstance(layout, str) or layout not in _AXES:
+        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    axes = _LAYOUTS.get((layout, q.ndim))
+    if axes is None:
+        raise ValueError(f"q: expected {_AXES[layout]}, got shape {q.shape}")
+    return axes
+
+
+def _same_place(name: str, x: Any, q: Any, device: int | None) -> None:
+    if arrays.place(x) != device:
+        where: Callable[[int | None], str] = lambda i: "host memory" if i is None else f"GPU {i}"
+        here, there = where(arrays.place(x)), where(device)
+        kind = TypeError if None in (arrays.place(x), device) else ValueError
+        raise kind(f"{name}: expected an array in the same place as q ({there}), got one in {here}")
+
+
+def _same_kind(name: str, x: Any, q: Any, device: int | None) -> None:
+    if x.dtype != q.dtype:
+        raise TypeError(f"{name}: expected dtype {q.dtype}, as q has, got {x.dtype}")
+    _same_place(name, x, q, device)
+
+
+def _shape(name: str, x: Any, shape: tuple[int, ...], source: str) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape} ({source}), got {x.shape}")
+
+
+def _rows(
+    name: str, x: Any, shape: tuple[int, ...], dtype: DType, q: Any, device: int | None
+) -> None:
+    if x.dtype != dtype.accum:
+        raise TypeError(f"{name}: expected dtype {dtype.accum} for {dtype} inputs, got {x.dtype}")
+    _same_place(name, x, q, device)
+    _shape(name, x, shape, "(batch, heads, seq) of q, in either layout")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
+
+
+def _window(window: Any) -> tuple[int, int]:
+    try:
+        if not isinstance(window, (tuple, list, np.ndarray)):
+            raise TypeError
+        left, right = window
+        if isinstance(left, (bool, np.bool_)) or isinstance(right, (bool, np.bool_)):
+            raise TypeError
+        sides = operator.index(left), operator.index(right)
+    except (TypeError, ValueError):
+        raise TypeError(f"window: expected a pair (left, right) of int, got {window!r}") from None
+    if min(sides) < -1:
+        raise ValueError(
+            f"window: expected 0 or more keys on each side, or -1 for no limit, got {sides}"
+        )
+    return tuple(OPEN if side == -1 else min(side, OPEN) for side in sides)  # type: ignore[return-value]
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, np.ndarray) and scale.ndim == 0:
+        scale = scale[()]
+    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (numbers.Real, np.number)):
+        raise TypeError(
+            f"scale: expected a real number on the host or None, got {type(scale).__name__}"
+        )
+    value = float(scale)
+    if not np.isfinite(value):
+        raise ValueError(f"scale: expected a finite number, got {value}")
+    return value

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients of k and v without tensor cores, for every element type and head size, on any GPU.
+//
+//     dk[j] = scale * sum_i dscore[i][j] q[i],   dscore[i][j] = P[i][j] (dP[i][j] - delta[i]),
+//     dv[j] =         sum_i P[i][j] dout[i],     dP[i][j] = <dout[i], v[j]>
+//
+// A block computes kTileKv rows of one key head. It walks the query heads of the group and, in
+// each, the query tiles that see these keys, so that the sum over a group happens in registers and
+// in a fixed order. All tiles are transposed (rows are keys, columns queries): P^T and dscore^T are
+// then left factors with the rows that this lane owns, as P is in the forward.
+//
+//     step:  Q0 .. Qn           dO0 .. dOm        (dOm) dOm-1 .. dO0     Q0 .. Qn
+//            scores += K Q^T    dP += V dO^T      dv += P^T dO           dk += dscore^T Q
+//
+// Shapes: cuflash/arch/simt.py.
+#include "attention/params.cuh"
+#include "hw/memory.cuh"
+#include "parts/mask.cuh"
+#include "parts/operand.cuh"
+#include "parts/softmax.cuh"
+#include "parts/tile.cuh"
+#include "parts/work.cuh"
+
+using tile::Lane;
+
+constexpr int kRowsPerLane = plan::kTileKv / plan::kThreadsY;
+constexpr int kQueriesPerLane = plan::kTileQ / plan::kThreadsX;
+constexpr int kColsPerLane = plan::kChunk / plan::kThreadsX;
+constexpr int kResident = plan::kResidentChunks;  // 0: K and V pass by in chunks too
+
+struct Smem {
+    tile::Shared<plan::kTileKv, plan::kChunk> k[kResident ? kResident : 1];
+    tile::Shared<plan::kTileKv, plan::kChunk> v[kResident ? plan::kResidentChunksV : 1];
+    tile::Shared<plan::kTileQ, plan::kChunk> chunk;  // of Q or dout
+    tile::Shared<plan::kTileKv, plan::kTileQ> factor;  // P^T, then dscore^T
+};
+static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
+
+// One turn of the main loop: a query tile of one query head of the group.
+struct Visit {
+    int32 head, query_tile;
+};
+
+__device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& work, Smem& smem) {
+    const Lane lane = tile::this_lane();
+    const Band band = Band::of(p);
+    const int32 group = p.heads_q / p.heads_kv;
+    const Matrix k = matrix(p.k, work.batch, work.head, p.seqlen_kv, p.head_dim);
+    const Matrix v = matrix(p.v, work.batch, work.head, p.seqlen_kv, p.head_dim_v);
+    const int32 first_key = work.tile * plan::kTileKv;
+    const int32 k_steps = tiles_of(p.head_dim, plan::kChunk);
+    const int32 v_steps = tiles_of(p.head_dim_v, plan::kChunk);
+    const int32 first_dk_step = k_steps + 2 * v_steps - 1, steps = first_dk_step + k_steps;
+    const TileRange queries = band.query_tiles(first_key, plan::kTileKv, plan::kTileQ);
+    const Accum scale = static_cast<Accum>(p.scale);
+
+    Accum dk[plan::kChunks][kRowsPerLane][kColsPerLane];
+    Accum dv[plan::kChunksV][kRowsPerLane][kColsPerLane];
+#pragma unroll
+    for (int c = 0; c < plan::kChunks; ++c) tile::clear(dk[c]);
+#pragma unroll
+    for (int c = 0; c < plan::kChunksV; ++c) tile::clear(dv[c]);
+
+    tile::Transfer<plan::kTileKv, plan::kChunk> row_transfer;  // of K or V
+    tile::Transfer<plan::kTileQ, plan::kChunk> transfer;       // of Q or dout
+
+    const Visit start = {work.head * group, queries.first};
+    const int32 end_head = queries.first < queries.last ? start.head + group : start.head;
+    auto next = [&](Visit visit) -> Visit {
+        if (visit.query_tile + 1 < queries.last) return {visit.head, visit.query_tile + 1};
+        return {visit.head + 1, queries.first};
+    };
+    auto load = [&](Visit visit, int32 step) {
+        const Matrix q = matrix(p.q, work.batch, visit.head, p.seqlen_q, p.head_dim);
+        const Matrix dout = matrix(p.dout, work.batch, visit.head, p.seqlen_q, p.head_dim_v);
+        const bool of_scores = step < k_steps, of_dk = step >= first_dk_step;
+        const bool of_dprobabilities = !of_scores && step < k_steps + v_steps;
+        const int32 chunk = of_scores          ? step
+                            : of_dk            ? step - first_dk_step
+                            : of_dprobabilities ? step - k_steps
+                                                : first_dk_step - 1 - step;
+        const int32 first_col = chunk * plan::kChunk;
+        transfer.load(
+            either(of_scores || of_dk, q, dout), visit.query_tile * plan::kTileQ, first_col);
+        if (!kResident && (of_scores || of_dprobabilities)) {
+            row_transfer.load(either(of_scores, k, v), first_key, first_col);
+        }
+    };
+    // As in forward_simt.cu; careful: a chunk with infinities or NaNs in a tile with hidden pairs.
+    auto begin_step = [&](Visit visit, int32 step, bool hidden_pairs) -> bool {
+        if (!plan::kPrefetch) load(visit, step);
+        __syncthreads();
+        transfer.store(smem.chunk);
+        if (!kResident && step < k_steps + v_steps) {
+            row_transfer.store(step < k_steps ? smem.k[0] : smem.v[0]);
+        }
+        const bool any_careful = __syncthreads_or(hidden_pairs && transfer.nonfinite());
+        const bool last = step + 1 == steps;
+        if (plan::kPrefetch && !(last && next(visit).head == end_head)) {
+            load(last ? next(visit) : visit, last ? 0 : step + 1);
+        }
+        return any_careful;
+    };
+
+    if (kResident) {
+        __syncthreads();  // the block's previous part may still be reading these
+        for (int c = 0; c < k_steps; ++c) {
+            row_transfer.load(k, first_key, c * plan::kChunk);
+            row_transfer.store(smem.k[c]);
+        }
+        for (int c = 0; c < v_steps; ++c) {
+            row_transfer.load(v, first_key, c * plan::kChunk);
+            row_transfer.store(smem.v[c]);
+        }
+    }
+    if (plan::kPrefetch && start.head < end_head) load(start, 0);
+
+    for (Visit visit = start; visit.head < end_head; visit = next(visit)) {
+        const int32 first_query = visit.query_tile * plan::kTileQ;
+        const bool full = band.full(first_query, plan::kTileQ, first_key, plan::kTileKv);
+        auto visible = [&](int row, int query) {
+            return band.visible(first_query + query, first_key + row);
+        };
+
+        Accum probabilities[kRowsPerLane][kQueriesPerLane], dscores[kRowsPerLane][kQueriesPerLane];
+        tile::clear(probabilities);
+        tile::clear(dscores);
+#pragma unroll 1
+        for (int32 step = 0; step < k_steps; ++step) {
+            begin_step(visit, step, false);
+            tile::add_a_bt(probabilities, smem.k[kResident ? step : 0], smem.chunk, lane);
+        }
+        bool careful = false;
+#pragma unroll 1
+        for (int32 step = 0; step < v_steps; ++step) {
+            careful = begin_step(visit, k_steps + step, !full);
+            tile::add_a_bt(dscores, smem.v[kResident ? step : 0], smem.chunk, lane);
+        }
+
+#pragma unroll
+        for (int j = 0; j < kQueriesPerLane; ++j) {
+            const int col = lane.x + j * plan::kThreadsX;
+            Accum lse = softmax::infinity<Accum>(), delta = 0;
+            if (first_query + col < p.seqlen_q) {
+                lse = softmax::exponent_reference(
+                    hw::load(vector(p.lse, work.batch, visit.head).at(first_query + col)));
+                delta = hw::load(vector(p.delta, work.batch, visit.head).at(first_query + col));
+            }
+#pragma unroll
+            for (int i = 0; i < kRowsPerLane; ++i) {
+                const int row = lane.y + i * plan::kThreadsY;
+                const bool seen = full || visible(row, col);
+                const Accum score = softmax::scaled(scale, probabilities[i][j]);
+                const Accum probability = softmax::exponential(score - lse);
+                smem.factor.at[row][col] = seen ? probability : Accum(0);
+                dscores[i][j] = seen ? probability * (dscores[i][j] - delta) : Accum(0);
+            }
+        }
+        __syncwarp();
+
+#pragma unroll
+        for (int c = plan::kChunksV - 1; c >= 0; --c) {
+            if (c >= v_steps) continue;
+            if (c < v_steps - 1) {
+                careful = begin_step(visit, first_dk_step - 1 - c, !full);
+            }
+            if (careful) {
+                tile::add_a_b_where(dv[c], smem.factor, smem.chunk, lane, visible);
+            } else {
+                tile::add_a_b(dv[c], smem.factor, smem.chunk, lane);
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) {
+#pragma unroll
+            for (int j = 0; j < kQueriesPerLane; ++j) {
+                smem.factor.at[lane.y + i * plan::kThreadsY][lane.x + j * plan::kThreadsX] =
+                    dscores[i][j];
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int c = 0; c < plan::kChunks; ++c) {
+            if (c >= k_steps) break;
+            if (begin_step(visit, first_dk_step + c, !full)) {
+                tile::add_a_b_where(dk[c], smem.factor, smem.chunk, lane, visible);
+            } else {
+                tile::add_a_b(dk[c], smem.factor, smem.chunk, lane);
+            }
+        }
+        __syncwarp();  // the next visit's probabilities overwrite dscore^T
+    }
+
+    Accum one[kRowsPerLane], scaling[kRowsPerLane];
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) one[i] = 1, scaling[i] = scale;
+    const Matrix to_dk = matrix(p.dk, work.batch, work.head, p.seqlen_kv, p.head_dim);
+    const Matrix to_dv = matrix(p.dv, work.batch, work.head, p.seqlen_kv, p.head_dim_v);
+#pragma unroll
+    for (int c = 0; c < plan::kChunks; ++c) {
+        tile::write<plan::kChunk>(to_dk, dk[c], scaling, first_key, c * plan::kChunk, lane);
+    }
+#pragma unroll
+    for (int c = 0; c < plan::kChunksV; ++c) {
+        tile::write<plan::kChunk>(to_dv, dv[c], one, first_key, c * plan::kChunk, lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
+    backward_dkdv_simt(const __grid_constant__ Params p) {
+    Smem& smem = hw::shared_memory<Smem>();
+    const int32 tiles = tiles_of(p.seqlen_kv, plan::kTileKv);
+    const int64 parts = p.batch * p.heads_kv * tiles;
+    for (int64 index = blockIdx.x; index < parts; index += gridDim.x) {
+        // Causal: the first keys are seen by most rows, and they go first as they stand.
+        backward_dkdv_tile(p, work_at(index, p.heads_kv, tiles), smem);
+    }
+}

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a kernel compiled for the CPU and the executor that runs it know of each other.
+//
+// Every CUDA thread is a fiber: a stack of its own and a place to go on from. Kernel and executor
+// are separate shared libraries, and neither leaves a symbol for the loader to resolve in the
+// other: the executor calls the kernel's exported entry point, and the kernel reaches the executor
+// through the record `Thread`, which lies at the top of the stack that it is running on.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace host {
+
+// Stacks are aligned to their size, so that the bits of any address in a frame lead to the record
+// of the thread. Were all the records (and with them all the hot frames below) at the same offset
+// in their stacks, the fibers of a block would fight for the same few cache sets; so the offset
+// varies: stack number n gives up the n % kColours topmost pieces.
+#ifdef __x86_64__
+constexpr uintptr_t kStackBytes = 64 * 1024;
+#else
+constexpr uintptr_t kStackBytes = 256 * 1024;  // the guard below may be a page of 64 KiB
+#endif
+constexpr uintptr_t kColourBytes = 256;
+constexpr uintptr_t kColours = 32;
+
+constexpr int kWarpSize = 32;
+
+// A call in the source of a kernel; the fields are literals, which live as long as its library.
+struct Place {
+    const char* call;
+    const char* file;
+    int line;
+};
+
+struct Index {
+    unsigned int x, y, z;
+};
+
+// A stretch [low, high) of global memory that a launch may access.
+struct Range {
+    uintptr_t low, high;
+    const char* name;
+    int writable;
+};
+
+enum class Access { kLoad, kStore };
+
+struct Thread;
+
+// The services of the executor. All of them are called on the stack of a fiber.
+struct Executor {
+    // __syncthreads and its relatives: how many threads of the block passed true.
+    int (*block_barrier)(Place place, bool predicate);
+    // The lanes of `mask` meet. Returns the value that lane `source` brought, or all ones if that
+    // lane is not in the mask.
+    uint64_t (*warp_exchange)(Place place, unsigned int mask, uint64_t value, int source);
+    // The lanes of `mask` meet. Returns the lanes that passed true.
+    unsigned int (*warp_vote)(Place place, unsigned int mask, bool predicate);
+    // Other threads may run now. Called where threads of a GPU would see each other's writes.
+    void (*yield)();
+    // A range that holds [address, address + bytes) and permits the access; ends the launch if
+    // there is none or if the address is not a multiple of `alignment`.
+    const Range* (*find_range)(
+        Access access, uintptr_t address, size_t bytes, size_t alignment, Place place);
+    // Ends the launch: the kernel's shared memory does not fit into that of the launch.
+    void (*shared_memory_too_small)(size_t needed, size_t alignment);
+};
+
+// What a kernel sees of its thread. The first two fields make up the quick path of the bounds
+// check: the range of the previous access of either kind.
+struct Thread {
+    const Range* recent[2];  // by Access
+    const Executor* executor;
+    unsigned char* shared;  // dynamic shared memory of the block
+    size_t shared_bytes;
+    Index thread, block, block_dim, grid_dim;
+};
+
+static_assert(sizeof(Thread) <= kColourBytes, "a record must fit the pieces of the colouring");
+
+inline Thread* thread_of_stack(uintptr_t stack) {
+    const uintptr_t colour = stack / kStackBytes % kColours;
+    return reinterpret_cast<Thread*>(stack + kStackBytes - (colour + 1) * kColourBytes);
+}
+
+// The thread that is running. Inlined, so the frame may be that of a caller: it is on the same
+// stack.
+__attribute__((always_inline)) inline Thread& self() {
+    const uintptr_t frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+    return *thread_of_stack(frame & ~(kStackBytes - 1));
+}
+
+// One launch, as cuflash/host.py describes it (the same fields in the same order).
+struct Launch {
+    void (*entry)(const void* params);
+    const char* kernel;  // the name, for reports
+    const void* params;
+    size_t params_bytes;
+    const Range* ranges;
+    size_t range_count;
+    size_t shared_bytes;
+    uint64_t seed;
+    unsigned int grid, block;
+    // The answer: what went wrong, and for a fault of the CPU its instruction as an offset into a
+    // library (0: none), from which the line in the source can be found.
+    char* report;
+    size_t report_bytes;
+    char* fault_library;
+    size_t fault_library_bytes;
+    uint64_t fault_offset;
+};
+
+}  // namespace host

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which (query, key) pairs are visible, and which tiles hold any of them.
+//
+// Causal order and windows are one thing, a band along the diagonal that ends at the bottom right:
+// query i stands at position i + seqlen_kv - seqlen_q, and sees key j iff
+//     first_diagonal <= j - i <= last_diagonal.
+// Tiles outside the band are never visited; tiles inside it are computed without a compare.
+#pragma once
+#include "attention/params.cuh"
+
+struct TileRange {
+    int32 first, last;  // [first, last)
+};
+
+struct Band {
+    int32 first_diagonal, last_diagonal;
+    int32 seqlen_q, seqlen_kv;
+
+    __device__ static Band of(const Params& p) {
+        // An open side is a diagonal beyond the corner. Lengths are below 2^30, so that every sum
+        // of a diagonal and an index fits 32 bits; the window itself may be anything.
+        const int64 offset = p.seqlen_kv - p.seqlen_q;
+        const int64 first = offset - p.window_left, last = offset + p.window_right;
+        Band band;
+        band.seqlen_q = p.seqlen_q;
+        band.seqlen_kv = p.seqlen_kv;
+        band.first_diagonal = static_cast<int32>(
+            p.window_left == kOpen || first < -p.seqlen_q ? -p.seqlen_q : first);
+        band.last_diagonal = static_cast<int32>(
+            p.window_right == kOpen || last > p.seqlen_kv ? p.seqlen_kv : last);
+        return band;
+    }
+
+    // Rows past the end count as visible: they are never stored.
+    __device__ __forceinline__ bool visible(int32 query, int32 key) const {
+        const int32 diagonal = key - query;
+        return diagonal >= first_diagonal && diagonal <= last_diagonal && key < seqlen_kv;
+    }
+
+    // Does every query of [query, query + queries) see every key of [key, key + keys)?
+    __device__ __forceinline__ bool full(int32 query, int32 queries, int32 key, int32 keys) const {
+        const int32 last_query = min(query + queries, seqlen_q) - 1;
+        return key + keys <= seqlen_kv && key - last_query >= first_diagonal &&
+               key + keys - 1 - query <= last_diagonal;
+    }
+
+    // The tiles of `tile` keys that queries [query, query + queries) see anything of.
+    __device__ __forceinline__ TileRange key_tiles(int32 query, int32 queries, int32 tile) const {
+        const int32 last_query = min(query + queries, seqlen_q) - 1;
+        return tiles(max(query + first_diagonal, 0),
+                     min(last_query + last_diagonal, seqlen_kv - 1),
+                     tile);
+    }
+
+    // The tiles of `tile` queries that see anything of keys [key, key + keys).
+    __device__ __forceinline__ TileRange query_tiles(int32 key, int32 keys, int32 tile) const {
+        const int32 last_key = min(key + keys, seqlen_kv) - 1;
+        return tiles(max(key - last_diagonal, 0),
+                     min(last_key - first_diagonal, seqlen_q - 1),
+                     tile);
+    }
+
+  private:
+    __device__ static __forceinline__ TileRange tiles(int32 first, int32 last, int32 tile) {
+        if (last < first) return {0, 0};
+        return {first / tile, last / tile + 1};
+    }
+};

