@@ -8,9 +8,11 @@ are kept is the caller's business.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,6 +31,7 @@ __all__ = [
     "compile_library",
     "find_compiler",
     "flags",
+    "probe",
 ]
 
 _TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int f(int* p) { return *p; }\n'
@@ -59,7 +62,7 @@ class Compiler:
     @property
     def is_zig(self) -> bool:
         """Whether this is clang in the shape of ``zig c++``, which has defaults of its own."""
-        return self.command[-1] == "c++" and "zig" in "".join(self.command[:-1])
+        return "c++" in self.command and any("zig" in Path(part).name for part in self.command)
 
 
 def flags(compiler: Compiler, kernel: bool) -> tuple[str, ...]:
@@ -79,7 +82,9 @@ def flags(compiler: Compiler, kernel: bool) -> tuple[str, ...]:
     """
     clang = "clang" in compiler.version
     # Only libc is used. No contraction, no excess speed: the results are those of the source.
-    options = ["-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-g1", "-Wno-psabi"]
+    options = ["-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"]
+    # Line numbers; addr2line of Debian 12 misreads those of DWARF 5.
+    options += ["-g1", "-gdwarf-4"]
     options += ["-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fno-strict-aliasing"]
     options += ["-ffp-contract=off", "-fno-math-errno", "-U_FORTIFY_SOURCE"]
     if clang:
@@ -96,6 +101,9 @@ def flags(compiler: Compiler, kernel: bool) -> tuple[str, ...]:
     if clang:
         checks = "bounds,alignment"
         options += [f"-fsanitize={checks}", f"-fsanitize-trap={checks}", "-fstrict-flex-arrays=3"]
+        release = re.search(r"clang version (\d+)", compiler.version)
+        if release and int(release[1]) >= 20:
+            options += ["-fno-sanitize-merge"]  # one trap a check, so that each has its line
     else:
         options += ["-fsanitize=bounds-strict,alignment", "-fsanitize-undefined-trap-on-error"]
     return tuple(options)
@@ -120,15 +128,17 @@ def find_compiler() -> Compiler:
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         try:
-            return _probe(tuple(shlex.split(chosen)))
+            return probe(tuple(shlex.split(chosen)))
         except (OSError, ValueError, RuntimeError) as error:
             raise RuntimeError(f"the C++ compiler that $CXX names does not work: {error}") from None
-    candidates = [(program,) for program in ("g++", "clang++") if shutil.which(program)]
+    candidates: list[tuple[str, ...]] = [
+        (program,) for program in ("g++", "clang++") if shutil.which(program)
+    ]
     if find_spec("ziglang"):
         candidates.append((sys.executable, "-m", "ziglang", "c++"))
     for command in candidates:
         try:
-            return _probe(command)
+            return probe(command)
         except (OSError, RuntimeError):
             continue
     raise RuntimeError(
@@ -137,11 +147,12 @@ def find_compiler() -> Compiler:
     )
 
 
-def _probe(command: tuple[str, ...]) -> Compiler:
+def probe(command: tuple[str, ...]) -> Compiler:
+    """Return the compiler that a command runs; RuntimeError or OSError if it does not work."""
     compiler = Compiler(command, _run([*command, "--version"]).strip())
     with tempfile.TemporaryDirectory(prefix="cuflash-") as folder:
-        for kernel in (False, True):
-            compile_library(compiler, _TRIVIAL, (), Path(folder, "probe.so"), kernel=kernel)
+        # A kernel's flags contain nearly all of the executor's.
+        compile_library(compiler, _TRIVIAL, (), Path(folder, "probe.so"), kernel=True)
         ctypes.CDLL(str(Path(folder, "probe.so")))
     return compiler
 
@@ -188,10 +199,8 @@ def compile_library(
 def _run(command: Sequence[str]) -> str:
     """Run a program and return its output; RuntimeError with what it said if it fails."""
     environment = {**os.environ, "LC_ALL": "C"}
-    if "ziglang" in command and not os.access(_zig_cache(), os.W_OK):
-        folder = str(Path(tempfile.gettempdir(), f"cuflash-zig-{os.getuid()}"))
-        environment.setdefault("ZIG_GLOBAL_CACHE_DIR", folder)
-        environment.setdefault("ZIG_LOCAL_CACHE_DIR", folder)
+    if any("zig" in part for part in command):
+        environment = {**_zig_caches(), **environment}
     result = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -207,13 +216,18 @@ def _run(command: Sequence[str]) -> str:
     return result.stdout
 
 
-def _zig_cache() -> Path:
-    """Return the folder that zig would cache in, or its nearest ancestor that exists."""
+@functools.lru_cache(maxsize=1)
+def _zig_caches() -> dict[str, str]:
+    """Return where zig shall cache, if it cannot do so in its own place: it would not run."""
     home = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/", ".cache")
     folder = Path(home, "zig").absolute()
     while not folder.exists():
         folder = folder.parent
-    return folder
+    if os.access(folder, os.W_OK):
+        return {}
+    private = tempfile.mkdtemp(prefix="cuflash-zig-")
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return {"ZIG_GLOBAL_CACHE_DIR": private, "ZIG_LOCAL_CACHE_DIR": private}
 
 
 class _Range(ctypes.Structure):
@@ -359,8 +373,10 @@ def _source_line(library: str, offset: int) -> str:
     """Return file and line of an instruction, where binutils are there to find them."""
     place = f"{Path(library).name}+{offset:#x}"
     try:
-        lines = _run(["addr2line", "-e", library, f"{offset:#x}"]).split()
+        # With the calls that were inlined, innermost first: clang's traps seem to lie in a function
+        # without lines.
+        frames = _run(["addr2line", "-i", "-e", library, f"{offset:#x}"]).splitlines()
     except (OSError, RuntimeError):
         return place
-    return place if not lines or lines[0].startswith("??") else Path(lines[0]).name
-
+    lines = (re.fullmatch(r"(?:.*/)?([^/]+:[1-9]\d*)(?: .*)?", frame) for frame in frames)
+    return next((line[1] for line in lines if line), place)

@@ -80,7 +80,6 @@ class _Tiled(KernelPlan):
     chunks: int  # chunks of the padded head dimension of the first accumulator
     resident_chunks: int  # chunks of head_dim of the stationary operand in shared memory; 0: none
     blocks_per_sm: int  # what the compiler keeps registers free for
-    prefetch: bool  # load the next chunk while the current one is worked on
     unroll: int  # of the inner products, in steps of a 16-byte group
 
     @property

@@ -125,7 +125,7 @@ def attention_backward(
     p, lse, visible, scale = _softmax(q, k, scale, causal, window)
     dlse = np.zeros_like(lse) if dlse is None else _float64(dlse if batched else dlse[None])
     if dlse.shape != lse.shape:
-        raise ValueError(f"dlse: expected shape {lse.shape[not batched :]}")
+        raise ValueError(f"dlse: expected shape {lse.shape[not batched :]}, got another")
 
     delta = (dout * _sum_visible(p, v, visible)).sum(axis=-1)
     dp = dout @ v.mT

@@ -108,9 +108,10 @@ def test_bounds_are_tight(dtype):
         assert bound < 12 * float(ml_dtypes.finfo(dtype).eps) * np.abs(want[name]).max()
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda d: np.dtype(d).name)
 def test_one_unit_is_always_allowed(dtype):
-    # With one key, out is its value and the careful formula makes no error at all.
+    # With one key, out is its value and the careful formula makes no error at all. (In float64
+    # the rounding of the value to float32 is one.)
     inputs = example(dtype, sk=1)
     want = exact(inputs)["out"]
     eps = float(ml_dtypes.finfo(dtype).eps)

@@ -16,9 +16,10 @@ EXAMPLES = ROOT / "examples"
 
 def run(name, *arguments):
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    # One BLAS thread: beside other tests, several spend their time waiting for one another.
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         encoding="utf-8",
         timeout=300,

@@ -27,69 +27,79 @@ class _Tile(NamedTuple):
     threads_x: int
     chunk: int
     blocks_per_sm: int
+    unroll: int
 
 
-# By bytes of an accumulator. Where two rows serve a head size, the first that fits is taken.
+# By bytes of an accumulator. Where several rows serve a head size, the first that fits is taken,
+# with the stationary operand kept in shared memory if that fits too.
 _FORWARD = {
     4: (
-        _Tile(16, 64, 64, 8, 16, 16, 4),
-        _Tile(32, 64, 64, 8, 16, 32, 3),
-        _Tile(64, 64, 64, 8, 16, 64, 3),
-        _Tile(64, 64, 32, 8, 16, 64, 3),
-        _Tile(128, 64, 64, 8, 16, 64, 2),
-        _Tile(256, 64, 64, 16, 16, 64, 1),
-        _Tile(512, 32, 64, 16, 16, 64, 1),
+        _Tile(16, 64, 64, 8, 16, 16, 3, 2),
+        _Tile(32, 64, 64, 8, 16, 32, 3, 2),
+        _Tile(64, 64, 64, 8, 16, 64, 3, 4),
+        _Tile(96, 64, 64, 16, 8, 32, 2, 2),
+        _Tile(128, 64, 64, 16, 8, 64, 2, 4),
+        _Tile(256, 64, 64, 16, 16, 64, 1, 2),
+        _Tile(256, 32, 64, 16, 16, 32, 1, 2),
+        _Tile(512, 32, 64, 16, 16, 64, 1, 2),
     ),
     8: (
-        _Tile(16, 32, 64, 8, 16, 16, 4),
-        _Tile(32, 32, 64, 8, 16, 32, 3),
-        _Tile(64, 64, 64, 16, 16, 32, 1),
-        _Tile(64, 32, 32, 8, 16, 32, 2),
-        _Tile(128, 64, 32, 16, 16, 32, 1),
-        _Tile(128, 32, 32, 16, 16, 32, 1),
-        _Tile(256, 32, 32, 16, 16, 32, 1),
-        _Tile(512, 16, 32, 16, 16, 32, 1),
+        _Tile(16, 32, 64, 8, 16, 16, 3, 2),
+        _Tile(32, 32, 64, 8, 16, 32, 2, 2),
+        _Tile(64, 64, 64, 16, 8, 64, 1, 2),
+        _Tile(64, 32, 32, 8, 16, 32, 2, 2),
+        _Tile(96, 64, 32, 16, 8, 32, 1, 2),
+        _Tile(128, 64, 32, 16, 8, 64, 1, 2),
+        _Tile(128, 32, 32, 16, 16, 32, 1, 2),
+        _Tile(256, 32, 32, 16, 16, 32, 1, 2),
+        _Tile(512, 16, 32, 16, 16, 32, 1, 2),
     ),
 }
 _BACKWARD_DQ = {
     4: (
-        _Tile(16, 64, 64, 16, 16, 16, 2),
-        _Tile(32, 64, 64, 16, 16, 32, 2),
-        _Tile(64, 64, 64, 16, 16, 64, 2),
-        _Tile(64, 64, 32, 16, 16, 32, 1),
-        _Tile(128, 64, 64, 16, 16, 64, 1),
-        _Tile(128, 64, 32, 16, 16, 32, 1),
-        _Tile(256, 64, 32, 16, 16, 32, 1),
-        _Tile(512, 32, 32, 16, 16, 32, 1),
+        _Tile(16, 64, 64, 16, 8, 16, 3, 2),
+        _Tile(32, 64, 64, 16, 8, 32, 3, 2),
+        _Tile(64, 64, 64, 16, 8, 64, 3, 1),
+        _Tile(64, 64, 32, 16, 16, 32, 1, 2),
+        _Tile(96, 64, 64, 16, 16, 32, 1, 2),
+        _Tile(128, 128, 64, 16, 16, 128, 1, 4),
+        _Tile(128, 64, 64, 16, 16, 64, 1, 2),
+        _Tile(256, 64, 32, 16, 16, 64, 1, 2),
+        _Tile(512, 32, 32, 16, 16, 64, 1, 2),
     ),
     8: (
-        _Tile(16, 32, 32, 8, 16, 16, 2),
-        _Tile(32, 32, 32, 8, 16, 32, 2),
-        _Tile(64, 64, 32, 16, 16, 32, 1),
-        _Tile(64, 32, 32, 16, 16, 32, 1),
-        _Tile(128, 32, 32, 16, 16, 32, 1),
-        _Tile(256, 32, 32, 16, 16, 32, 1),
-        _Tile(512, 16, 32, 16, 16, 32, 1),
+        _Tile(16, 32, 32, 8, 16, 16, 2, 2),
+        _Tile(32, 32, 32, 8, 16, 32, 2, 2),
+        _Tile(64, 64, 32, 16, 8, 64, 1, 2),
+        _Tile(64, 32, 32, 16, 16, 32, 1, 2),
+        _Tile(96, 64, 32, 16, 16, 32, 1, 2),
+        _Tile(128, 64, 64, 16, 16, 64, 1, 4),
+        _Tile(128, 32, 32, 16, 16, 32, 1, 2),
+        _Tile(256, 32, 32, 16, 16, 32, 1, 2),
+        _Tile(512, 16, 32, 16, 16, 32, 1, 2),
     ),
 }
 _BACKWARD_DKDV = {
     4: (
-        _Tile(16, 64, 64, 16, 16, 16, 2),
-        _Tile(32, 64, 64, 16, 16, 32, 2),
-        _Tile(64, 64, 64, 16, 16, 64, 2),
-        _Tile(64, 32, 64, 16, 16, 32, 1),
-        _Tile(128, 64, 64, 16, 16, 64, 1),
-        _Tile(128, 32, 64, 16, 16, 32, 1),
-        _Tile(256, 32, 32, 16, 16, 32, 1),
-        _Tile(512, 32, 16, 16, 16, 32, 1),
+        _Tile(16, 64, 64, 16, 16, 16, 1, 2),
+        _Tile(32, 64, 64, 16, 16, 32, 1, 2),
+        _Tile(64, 32, 64, 8, 16, 64, 3, 4),
+        _Tile(96, 64, 64, 16, 16, 32, 1, 2),
+        _Tile(128, 128, 64, 16, 16, 128, 1, 4),
+        _Tile(128, 32, 64, 16, 16, 32, 1, 2),
+        _Tile(256, 32, 32, 16, 16, 64, 1, 2),
+        _Tile(512, 32, 16, 16, 16, 64, 1, 2),
     ),
     8: (
-        _Tile(16, 32, 32, 8, 16, 16, 2),
-        _Tile(32, 32, 32, 8, 16, 32, 2),
-        _Tile(64, 32, 32, 16, 16, 32, 1),
-        _Tile(128, 32, 32, 16, 16, 32, 1),
-        _Tile(256, 32, 16, 16, 16, 32, 1),
-        _Tile(512, 32, 16, 16, 16, 16, 1),
+        _Tile(16, 32, 32, 8, 16, 16, 2, 2),
+        _Tile(32, 32, 32, 8, 16, 32, 2, 2),
+        _Tile(64, 64, 32, 8, 16, 64, 1, 2),
+        _Tile(64, 32, 32, 16, 16, 32, 1, 2),
+        _Tile(96, 32, 32, 16, 16, 32, 1, 2),
+        _Tile(128, 32, 32, 8, 16, 128, 1, 2),
+        _Tile(128, 32, 32, 16, 16, 32, 1, 2),
+        _Tile(256, 32, 16, 16, 16, 32, 1, 2),
+        _Tile(512, 32, 16, 16, 16, 16, 1, 2),
     ),
 }
 
@@ -166,8 +176,7 @@ def forward(
         chunks=chunks_of(head_dim_v, tile.chunk),
         resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
         blocks_per_sm=tile.blocks_per_sm,
-        prefetch=True,
-        unroll=2,
+        unroll=tile.unroll,
     )
 
 
@@ -186,8 +195,7 @@ def backward_dq(
         resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
         resident_chunks_v=chunks_of(head_dim_v, tile.chunk) if resident else 0,
         blocks_per_sm=tile.blocks_per_sm,
-        prefetch=True,
-        unroll=2,
+        unroll=tile.unroll,
     )
 
 
@@ -207,8 +215,7 @@ def backward_dkdv(
         resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
         resident_chunks_v=chunks_of(head_dim_v, tile.chunk) if resident else 0,
         blocks_per_sm=tile.blocks_per_sm,
-        prefetch=True,
-        unroll=2,
+        unroll=tile.unroll,
     )
 
 

@@ -9,8 +9,8 @@
 // in a fixed order. All tiles are transposed (rows are keys, columns queries): P^T and dscore^T are
 // then left factors with the rows that this lane owns, as P is in the forward.
 //
-//     step:  Q0 .. Qn           dO0 .. dOm        (dOm) dOm-1 .. dO0     Q0 .. Qn
-//            scores += K Q^T    dP += V dO^T      dv += P^T dO           dk += dscore^T Q
+//     smem.chunk:  Q0 .. Qn           dO0 .. dOm        (dOm) dOm-1 .. dO0  Q0 .. Qn
+//     registers:   scores += K Q^T    dP += V dO^T      dv += P^T dO        dk += dscore^T Q
 //
 // Shapes: cuflash/arch/simt.py.
 #include "attention/params.cuh"
@@ -48,9 +48,8 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
     const Matrix k = matrix(p.k, work.batch, work.head, p.seqlen_kv, p.head_dim);
     const Matrix v = matrix(p.v, work.batch, work.head, p.seqlen_kv, p.head_dim_v);
     const int32 first_key = work.tile * plan::kTileKv;
-    const int32 k_steps = tiles_of(p.head_dim, plan::kChunk);
-    const int32 v_steps = tiles_of(p.head_dim_v, plan::kChunk);
-    const int32 first_dk_step = k_steps + 2 * v_steps - 1, steps = first_dk_step + k_steps;
+    const int32 k_chunks = tiles_of(p.head_dim, plan::kChunk);
+    const int32 v_chunks = tiles_of(p.head_dim_v, plan::kChunk);
     const TileRange queries = band.query_tiles(first_key, plan::kTileKv, plan::kTileQ);
     const Accum scale = static_cast<Accum>(p.scale);
 
@@ -61,62 +60,22 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
 #pragma unroll
     for (int c = 0; c < plan::kChunksV; ++c) tile::clear(dv[c]);
 
-    tile::Transfer<plan::kTileKv, plan::kChunk> row_transfer;  // of K or V
-    tile::Transfer<plan::kTileQ, plan::kChunk> transfer;       // of Q or dout
-
     const Visit start = {work.head * group, queries.first};
     const int32 end_head = queries.first < queries.last ? start.head + group : start.head;
     auto next = [&](Visit visit) -> Visit {
         if (visit.query_tile + 1 < queries.last) return {visit.head, visit.query_tile + 1};
         return {visit.head + 1, queries.first};
     };
-    auto load = [&](Visit visit, int32 step) {
-        const Matrix q = matrix(p.q, work.batch, visit.head, p.seqlen_q, p.head_dim);
-        const Matrix dout = matrix(p.dout, work.batch, visit.head, p.seqlen_q, p.head_dim_v);
-        const bool of_scores = step < k_steps, of_dk = step >= first_dk_step;
-        const bool of_dprobabilities = !of_scores && step < k_steps + v_steps;
-        const int32 chunk = of_scores          ? step
-                            : of_dk            ? step - first_dk_step
-                            : of_dprobabilities ? step - k_steps
-                                                : first_dk_step - 1 - step;
-        const int32 first_col = chunk * plan::kChunk;
-        transfer.load(
-            either(of_scores || of_dk, q, dout), visit.query_tile * plan::kTileQ, first_col);
-        if (!kResident && (of_scores || of_dprobabilities)) {
-            row_transfer.load(either(of_scores, k, v), first_key, first_col);
-        }
-    };
-    // As in forward_simt.cu; careful: a chunk with infinities or NaNs in a tile with hidden pairs.
-    auto begin_step = [&](Visit visit, int32 step, bool hidden_pairs) -> bool {
-        if (!plan::kPrefetch) load(visit, step);
-        __syncthreads();
-        transfer.store(smem.chunk);
-        if (!kResident && step < k_steps + v_steps) {
-            row_transfer.store(step < k_steps ? smem.k[0] : smem.v[0]);
-        }
-        const bool any_careful = __syncthreads_or(hidden_pairs && transfer.nonfinite());
-        const bool last = step + 1 == steps;
-        if (plan::kPrefetch && !(last && next(visit).head == end_head)) {
-            load(last ? next(visit) : visit, last ? 0 : step + 1);
-        }
-        return any_careful;
-    };
 
     if (kResident) {
-        __syncthreads();  // the block's previous part may still be reading these
-        for (int c = 0; c < k_steps; ++c) {
-            row_transfer.load(k, first_key, c * plan::kChunk);
-            row_transfer.store(smem.k[c]);
-        }
-        for (int c = 0; c < v_steps; ++c) {
-            row_transfer.load(v, first_key, c * plan::kChunk);
-            row_transfer.store(smem.v[c]);
-        }
+        tile::stage_all(smem.k, k, first_key);
+        tile::stage_all(smem.v, v, first_key);
     }
-    if (plan::kPrefetch && start.head < end_head) load(start, 0);
 
     for (Visit visit = start; visit.head < end_head; visit = next(visit)) {
         const int32 first_query = visit.query_tile * plan::kTileQ;
+        const Matrix q = matrix(p.q, work.batch, visit.head, p.seqlen_q, p.head_dim);
+        const Matrix dout = matrix(p.dout, work.batch, visit.head, p.seqlen_q, p.head_dim_v);
         const bool full = band.full(first_query, plan::kTileQ, first_key, plan::kTileKv);
         auto visible = [&](int row, int query) {
             return band.visible(first_query + query, first_key + row);
@@ -126,15 +85,17 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
         tile::clear(probabilities);
         tile::clear(dscores);
 #pragma unroll 1
-        for (int32 step = 0; step < k_steps; ++step) {
-            begin_step(visit, step, false);
-            tile::add_a_bt(probabilities, smem.k[kResident ? step : 0], smem.chunk, lane);
+        for (int32 c = 0; c < k_chunks; ++c) {
+            if (!kResident) tile::stage(smem.k[0], k, first_key, c * plan::kChunk, false);
+            tile::stage(smem.chunk, q, first_query, c * plan::kChunk, false);
+            tile::add_a_bt(probabilities, smem.k[kResident ? c : 0], smem.chunk, lane);
         }
-        bool careful = false;
+        bool careful = false;  // dout holds infinities or NaNs, and some pairs are hidden
 #pragma unroll 1
-        for (int32 step = 0; step < v_steps; ++step) {
-            careful = begin_step(visit, k_steps + step, !full);
-            tile::add_a_bt(dscores, smem.v[kResident ? step : 0], smem.chunk, lane);
+        for (int32 c = 0; c < v_chunks; ++c) {
+            if (!kResident) tile::stage(smem.v[0], v, first_key, c * plan::kChunk, false);
+            careful = tile::stage(smem.chunk, dout, first_query, c * plan::kChunk, /*look=*/!full);
+            tile::add_a_bt(dscores, smem.v[kResident ? c : 0], smem.chunk, lane);
         }
 
 #pragma unroll
@@ -160,9 +121,9 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
 
 #pragma unroll
         for (int c = plan::kChunksV - 1; c >= 0; --c) {
-            if (c >= v_steps) continue;
-            if (c < v_steps - 1) {
-                careful = begin_step(visit, first_dk_step - 1 - c, !full);
+            if (c >= v_chunks) continue;
+            if (c < v_chunks - 1) {
+                careful = tile::stage(smem.chunk, dout, first_query, c * plan::kChunk, !full);
             }
             if (careful) {
                 tile::add_a_b_where(dv[c], smem.factor, smem.chunk, lane, visible);
@@ -182,8 +143,8 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
         __syncwarp();
 #pragma unroll
         for (int c = 0; c < plan::kChunks; ++c) {
-            if (c >= k_steps) break;
-            if (begin_step(visit, first_dk_step + c, !full)) {
+            if (c >= k_chunks) break;
+            if (tile::stage(smem.chunk, q, first_query, c * plan::kChunk, !full)) {
                 tile::add_a_b_where(dk[c], smem.factor, smem.chunk, lane, visible);
             } else {
                 tile::add_a_b(dk[c], smem.factor, smem.chunk, lane);

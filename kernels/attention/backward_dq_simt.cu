@@ -5,12 +5,12 @@
 //     P[i][j] = exp(score[i][j] - lse[i]),       dP[i][j] = <dout[i], v[j]>
 //
 // A block computes kTileQ rows of one head, and like the forward walks the key tiles they see, in
-// steps of one chunk of kChunk columns each. P is recomputed from lse; nothing of size
-// seqlen_q x seqlen_kv is stored. The last K chunk of the scores is the first of the third product,
-// which therefore walks the chunks backwards:
+// chunks of kChunk columns. P is recomputed from lse; nothing of size seqlen_q x seqlen_kv is
+// stored. The last K chunk of the scores is the first of the third product, which therefore takes
+// the chunks backwards:
 //
-//     step:   V0 .. Vm        K0 .. Kn          (Kn)  Kn-1 .. K0
-//             dP += dout V^T  scores += Q K^T   dscore; dq += dscore K
+//     smem.chunk:   V0 .. Vm        K0 .. Kn          (Kn)  Kn-1 .. K0
+//     registers:    dP += dout V^T  scores += Q K^T   result += dscore K
 //
 // The order of all sums is fixed, so the result is deterministic. Shapes: cuflash/arch/simt.py.
 #include "attention/params.cuh"
@@ -45,9 +45,8 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
     const Matrix k = matrix(p.k, work.batch, head_kv, p.seqlen_kv, p.head_dim);
     const Matrix v = matrix(p.v, work.batch, head_kv, p.seqlen_kv, p.head_dim_v);
     const int32 first_query = work.tile * plan::kTileQ;
-    const int32 k_steps = tiles_of(p.head_dim, plan::kChunk);
-    const int32 v_steps = tiles_of(p.head_dim_v, plan::kChunk);
-    const int32 steps = v_steps + 2 * k_steps - 1;
+    const int32 k_chunks = tiles_of(p.head_dim, plan::kChunk);
+    const int32 v_chunks = tiles_of(p.head_dim_v, plan::kChunk);
     const TileRange keys = band.key_tiles(first_query, plan::kTileQ, plan::kTileKv);
     const Accum scale = static_cast<Accum>(p.scale);
 
@@ -67,46 +66,10 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
         }
     }
 
-    tile::Transfer<plan::kTileQ, plan::kChunk> row_transfer;  // of Q or dout
-    tile::Transfer<plan::kTileKv, plan::kChunk> transfer;     // of K or V
-
-    auto load = [&](int32 key_tile, int32 step) {
-        const bool of_v = step < v_steps, of_scores = !of_v && step < v_steps + k_steps;
-        const int32 chunk = of_v ? step : of_scores ? step - v_steps : steps - 1 - step;
-        transfer.load(either(of_v, v, k), key_tile * plan::kTileKv, chunk * plan::kChunk);
-        if (!kResident && (of_v || of_scores)) {
-            row_transfer.load(either(of_v, dout, q), first_query, chunk * plan::kChunk);
-        }
-    };
-    // As in forward_simt.cu; careful: a K chunk with infinities or NaNs, in a tile with hidden pairs.
-    auto begin_step = [&](int32 key_tile, int32 step, bool hidden_pairs) -> bool {
-        if (!plan::kPrefetch) load(key_tile, step);
-        __syncthreads();
-        transfer.store(smem.chunk);
-        if (!kResident && step < v_steps + k_steps) {
-            row_transfer.store(step < v_steps ? smem.dout[0] : smem.q[0]);
-        }
-        const bool careful = hidden_pairs && step >= v_steps && transfer.nonfinite();
-        const bool any_careful = __syncthreads_or(careful);
-        const bool last = step + 1 == steps;
-        if (plan::kPrefetch && !(last && key_tile + 1 == keys.last)) {
-            load(last ? key_tile + 1 : key_tile, last ? 0 : step + 1);
-        }
-        return any_careful;
-    };
-
     if (kResident) {
-        __syncthreads();  // the block's previous part may still be reading these
-        for (int c = 0; c < k_steps; ++c) {
-            row_transfer.load(q, first_query, c * plan::kChunk);
-            row_transfer.store(smem.q[c]);
-        }
-        for (int c = 0; c < v_steps; ++c) {
-            row_transfer.load(dout, first_query, c * plan::kChunk);
-            row_transfer.store(smem.dout[c]);
-        }
+        tile::stage_all(smem.q, q, first_query);
+        tile::stage_all(smem.dout, dout, first_query);
     }
-    if (plan::kPrefetch && keys.first < keys.last) load(keys.first, 0);
 
     for (int32 key_tile = keys.first; key_tile < keys.last; ++key_tile) {
         const int32 first_key = key_tile * plan::kTileKv;
@@ -116,15 +79,17 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
         tile::clear(scores);
         tile::clear(dprobabilities);
 #pragma unroll 1
-        for (int32 step = 0; step < v_steps; ++step) {
-            begin_step(key_tile, step, false);
-            tile::add_a_bt(dprobabilities, smem.dout[kResident ? step : 0], smem.chunk, lane);
+        for (int32 c = 0; c < v_chunks; ++c) {
+            if (!kResident) tile::stage(smem.dout[0], dout, first_query, c * plan::kChunk, false);
+            tile::stage(smem.chunk, v, first_key, c * plan::kChunk, false);
+            tile::add_a_bt(dprobabilities, smem.dout[kResident ? c : 0], smem.chunk, lane);
         }
-        bool careful = false;
+        bool careful = false;  // K holds infinities or NaNs, and some pairs are hidden
 #pragma unroll 1
-        for (int32 step = 0; step < k_steps; ++step) {
-            careful = begin_step(key_tile, v_steps + step, !full);
-            tile::add_a_bt(scores, smem.q[kResident ? step : 0], smem.chunk, lane);
+        for (int32 c = 0; c < k_chunks; ++c) {
+            if (!kResident) tile::stage(smem.q[0], q, first_query, c * plan::kChunk, false);
+            careful = tile::stage(smem.chunk, k, first_key, c * plan::kChunk, /*look=*/!full);
+            tile::add_a_bt(scores, smem.q[kResident ? c : 0], smem.chunk, lane);
         }
 
 #pragma unroll
@@ -144,8 +109,10 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
 
 #pragma unroll
         for (int c = plan::kChunks - 1; c >= 0; --c) {
-            if (c >= k_steps) continue;
-            if (c < k_steps - 1) careful = begin_step(key_tile, steps - 1 - c, !full);
+            if (c >= k_chunks) continue;
+            if (c < k_chunks - 1) {
+                careful = tile::stage(smem.chunk, k, first_key, c * plan::kChunk, !full);
+            }
             if (careful) {
                 auto visible = [&](int row, int key) {
                     return band.visible(first_query + row, first_key + key);

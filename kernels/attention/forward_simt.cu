@@ -7,14 +7,15 @@
 // A block computes kTileQ rows of one head. It walks the key tiles that these rows see; the score
 // tile lives in registers, its probabilities pass through shared memory to become the left factor
 // of the second product, and the output tile stays in registers to the end. The head dimension is
-// cut into chunks of kChunk columns, so any head size fits; each chunk of K or V is one `step`:
+// cut into chunks of kChunk columns, so that any head size fits:
 //
-//     step:     K0   K1 .. Kn | softmax |  V0   V1 .. Vm  |  next tile: K0 ...
-//     load:   (K1) (K2)   (V0)           (V1) (V2)  (K0)      global memory -> registers
-//     store:    K0   K1 .. Kn              V0   V1 .. Vm      registers -> smem.chunk
+//     smem.chunk:   K0   K1 .. Kn              V0   V1 .. Vm     next tile: K0 ...
+//     registers:    scores += Q K^T | softmax | result += P V
 //
-// A step begins with two block barriers: everybody has finished with the previous chunk; the new
-// chunk is stored. P needs no block barrier: a row is written and read by the lanes of one warp.
+// Each chunk costs two block barriers (tile::stage): everybody has finished with the previous one;
+// the new one is stored. P needs none: a row is written and read by the lanes of one warp. Other
+// blocks of the same multiprocessor compute meanwhile; loading a chunk ahead into registers was
+// measured, and is slower since it leaves room for fewer of them (docs/measured.md).
 //
 // Budget: registers hold kTileQ * (kTileKv + padded head_dim_v) / threads accumulators; the tile
 // shapes in cuflash/arch/simt.py keep that below the spill limit.
@@ -32,10 +33,10 @@ using tile::Lane;
 constexpr int kRowsPerLane = plan::kTileQ / plan::kThreadsY;
 constexpr int kKeysPerLane = plan::kTileKv / plan::kThreadsX;
 constexpr int kColsPerLane = plan::kChunk / plan::kThreadsX;
+constexpr int kResident = plan::kResidentChunks;  // all of Q; 0: Q passes by in chunks too
 
 struct Smem {
-    // All of Q where it fits, else the chunk that belongs to smem.chunk.
-    tile::Shared<plan::kTileQ, plan::kChunk> q[plan::kResidentChunks ? plan::kResidentChunks : 1];
+    tile::Shared<plan::kTileQ, plan::kChunk> q[kResident ? kResident : 1];
     tile::Shared<plan::kTileKv, plan::kChunk> chunk;  // of K, then of V
     tile::Shared<plan::kTileQ, plan::kTileKv> probabilities;
 };
@@ -49,8 +50,8 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     const Matrix k = matrix(p.k, work.batch, head_kv, p.seqlen_kv, p.head_dim);
     const Matrix v = matrix(p.v, work.batch, head_kv, p.seqlen_kv, p.head_dim_v);
     const int32 first_query = work.tile * plan::kTileQ;
-    const int32 k_steps = tiles_of(p.head_dim, plan::kChunk);
-    const int32 v_steps = tiles_of(p.head_dim_v, plan::kChunk);
+    const int32 k_chunks = tiles_of(p.head_dim, plan::kChunk);
+    const int32 v_chunks = tiles_of(p.head_dim_v, plan::kChunk);
     const TileRange keys = band.key_tiles(first_query, plan::kTileQ, plan::kTileKv);
     const Accum scale = static_cast<Accum>(p.scale);
 
@@ -61,40 +62,7 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) rows[i] = softmax::Row<Accum>::empty();
 
-    tile::Transfer<plan::kTileQ, plan::kChunk> q_transfer;
-    tile::Transfer<plan::kTileKv, plan::kChunk> transfer;
-
-    // Start the load of a step's chunk: steps [0, k_steps) are K, the rest V.
-    auto load = [&](int32 key_tile, int32 step) {
-        const bool of_k = step < k_steps;
-        const int32 first_col = (of_k ? step : step - k_steps) * plan::kChunk;
-        transfer.load(either(of_k, k, v), key_tile * plan::kTileKv, first_col);
-        if (!plan::kResidentChunks && of_k) q_transfer.load(q, first_query, first_col);
-    };
-    // Put a step's chunk into shared memory and start the next load. Returns, for a V chunk of a
-    // tile with hidden pairs, whether the chunk holds infinities or NaNs.
-    auto begin_step = [&](int32 key_tile, int32 step, bool hidden_pairs) -> bool {
-        if (!plan::kPrefetch) load(key_tile, step);
-        __syncthreads();
-        transfer.store(smem.chunk);
-        if (!plan::kResidentChunks && step < k_steps) q_transfer.store(smem.q[0]);
-        const bool careful = hidden_pairs && step >= k_steps && transfer.nonfinite();
-        const bool any_careful = __syncthreads_or(careful);
-        const bool last = step + 1 == k_steps + v_steps;
-        if (plan::kPrefetch && !(last && key_tile + 1 == keys.last)) {
-            load(last ? key_tile + 1 : key_tile, last ? 0 : step + 1);
-        }
-        return any_careful;
-    };
-
-    if (plan::kResidentChunks) {
-        __syncthreads();  // the block's previous part may still be reading Q
-        for (int c = 0; c < k_steps; ++c) {
-            q_transfer.load(q, first_query, c * plan::kChunk);
-            q_transfer.store(smem.q[c]);
-        }
-    }
-    if (plan::kPrefetch && keys.first < keys.last) load(keys.first, 0);
+    if (kResident) tile::stage_all(smem.q, q, first_query);
 
     for (int32 key_tile = keys.first; key_tile < keys.last; ++key_tile) {
         const int32 first_key = key_tile * plan::kTileKv;
@@ -103,9 +71,10 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         Accum scores[kRowsPerLane][kKeysPerLane];
         tile::clear(scores);
 #pragma unroll 1
-        for (int32 step = 0; step < k_steps; ++step) {
-            begin_step(key_tile, step, false);
-            tile::add_a_bt(scores, smem.q[plan::kResidentChunks ? step : 0], smem.chunk, lane);
+        for (int32 c = 0; c < k_chunks; ++c) {
+            if (!kResident) tile::stage(smem.q[0], q, first_query, c * plan::kChunk, false);
+            tile::stage(smem.chunk, k, first_key, c * plan::kChunk, false);
+            tile::add_a_bt(scores, smem.q[kResident ? c : 0], smem.chunk, lane);
         }
 
         Accum factor[kRowsPerLane];
@@ -135,8 +104,9 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
 
 #pragma unroll
         for (int c = 0; c < plan::kChunks; ++c) {
-            if (c >= v_steps) break;
-            const bool careful = begin_step(key_tile, k_steps + c, !full);
+            if (c >= v_chunks) break;
+            const bool careful =
+                tile::stage(smem.chunk, v, first_key, c * plan::kChunk, /*look=*/!full);
 #pragma unroll
             for (int i = 0; i < kRowsPerLane; ++i) {
 #pragma unroll

@@ -5,9 +5,11 @@
 //
 // Functions that wait or communicate take their place in the source by default arguments, so that
 // the executor can tell one call from another and name them in reports. It is stricter than a GPU:
-// threads that return while others wait for them are an error (a GPU lets the rest go on).
+// threads that return while others wait for them are an error (a GPU lets the rest go on). Lanes
+// that a small last warp never had are not waited for.
 #pragma once
 #include <math.h>
+#include <stdio.h>  // printf, for those who look for a mistake
 #include <string.h>
 
 #include "executor.h"
@@ -52,7 +54,7 @@ inline T exchange(Place place, unsigned int mask, T value, int source) {
         self().executor->warp_exchange(place, mask, bits_as<uint64_t>(value), source));
 }
 
-// Lanes are grouped into segments of `width`; a source outside the segment is the lane itself.
+// Shuffles group the lanes into segments of `width`; one from outside gives the lane's own value.
 inline int source_within(int source, int first, int last) {
     return source < first || source > last ? lane() : source;
 }
@@ -67,8 +69,8 @@ inline int __syncthreads_count(int predicate, HOST_PLACE) {
                                                 predicate != 0);
 }
 inline int __syncthreads_or(int predicate, HOST_PLACE) {
-    return host::self().executor->block_barrier({"__syncthreads_or", file, line},
-                                                predicate != 0) != 0;
+    return host::self().executor->block_barrier({"__syncthreads_or", file, line}, predicate != 0) !=
+           0;
 }
 inline int __syncthreads_and(int predicate, HOST_PLACE) {
     return host::self().executor->block_barrier({"__syncthreads_and", file, line},
@@ -91,8 +93,7 @@ inline int __all_sync(unsigned int mask, int predicate, HOST_PLACE) {
 template <class T>
 inline T __shfl_sync(unsigned int mask, T value, int source, int width = 32, HOST_PLACE) {
     const int first = host::lane() & -width;
-    return host::exchange(
-        {"__shfl_sync", file, line}, mask, value, first + (source & (width - 1)));
+    return host::exchange({"__shfl_sync", file, line}, mask, value, first + (source & (width - 1)));
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned int mask, T value, int lanes, int width = 32, HOST_PLACE) {
@@ -102,7 +103,8 @@ inline T __shfl_xor_sync(unsigned int mask, T value, int lanes, int width = 32, 
     return host::exchange({"__shfl_xor_sync", file, line}, mask, value, source);
 }
 template <class T>
-inline T __shfl_up_sync(unsigned int mask, T value, unsigned int lanes, int width = 32, HOST_PLACE) {
+inline T __shfl_up_sync(
+    unsigned int mask, T value, unsigned int lanes, int width = 32, HOST_PLACE) {
     const int first = host::lane() & -width;
     const int source = host::source_within(host::lane() - static_cast<int>(lanes), first, 31);
     return host::exchange({"__shfl_up_sync", file, line}, mask, value, source);
@@ -123,7 +125,7 @@ namespace host {
 template <class T, class Change>
 inline T atomic(T* address, Place place, Change change) {
     Thread& thread = self();
-    thread.executor->yield();
+    thread.executor->yield(place);
     const uintptr_t number = reinterpret_cast<uintptr_t>(address);
     if (number - reinterpret_cast<uintptr_t>(thread.shared) >= thread.shared_bytes) {
         thread.executor->find_range(Access::kStore, number, sizeof(T), alignof(T), place);
@@ -144,8 +146,8 @@ inline T sum(T a, T b) {
 
 }  // namespace host
 
-#define HOST_ATOMIC(name, T, result)                                                       \
-    inline T name(T* address, T value, HOST_PLACE) {                                       \
+#define HOST_ATOMIC(name, T, result)                                                           \
+    inline T name(T* address, T value, HOST_PLACE) {                                           \
         return host::atomic(address, {#name, file, line}, [=](T old) -> T { return result; }); \
     }
 HOST_ATOMIC(atomicAdd, int, host::sum(old, value))
@@ -164,16 +166,19 @@ HOST_ATOMIC(atomicExch, unsigned int, value)
 template <class T>
 inline T atomicCAS(T* address, T expected, T value, HOST_PLACE) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "compares 4 or 8 bytes");
-    return host::atomic(address, {"atomicCAS", file, line}, [=](T old) {
-        return old == expected ? value : old;
-    });
+    return host::atomic(address, {"atomicCAS", file, line},
+                        [=](T old) { return old == expected ? value : old; });
 }
 
-inline void __threadfence() { host::self().executor->yield(); }
-inline void __threadfence_block() { host::self().executor->yield(); }
+inline void __threadfence(HOST_PLACE) {
+    host::self().executor->yield({"__threadfence", file, line});
+}
+inline void __threadfence_block(HOST_PLACE) {
+    host::self().executor->yield({"__threadfence_block", file, line});
+}
 
-#define HOST_MIN_MAX(T)                                  \
-    inline T min(T a, T b) { return b < a ? b : a; }     \
+#define HOST_MIN_MAX(T)                              \
+    inline T min(T a, T b) { return b < a ? b : a; } \
     inline T max(T a, T b) { return a < b ? b : a; }
 HOST_MIN_MAX(int)
 HOST_MIN_MAX(unsigned int)

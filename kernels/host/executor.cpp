@@ -38,8 +38,12 @@
 #define CUFLASH_UCONTEXT  // may also be defined to test it
 #endif
 
-#ifdef CUFLASH_UCONTEXT
 #include <ucontext.h>
+
+// So many switches by atomic operations and fences, with no thread getting any further, mean that
+// a loop waits for what never comes.
+#ifndef CUFLASH_SPIN_LIMIT
+#define CUFLASH_SPIN_LIMIT 1000000000
 #endif
 
 namespace host {
@@ -177,6 +181,7 @@ constexpr unsigned int kMaxThreads = 1024;  // of a block, as on a GPU
 constexpr unsigned int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr size_t kSignalStackBytes = 64 * 1024;
 constexpr size_t kSharedAlignment = 128;
+constexpr size_t kGuardBytes = 1024 * 1024;  // inaccessible, on both sides of shared memory
 
 enum class State : unsigned char { kReady, kAtBarrier, kInWarp, kReturned };
 
@@ -212,18 +217,18 @@ struct Barrier {
     bool mixed;  // others arrived elsewhere
 };
 
-enum class Fault { kNone, kStuck, kMask, kAccess, kSharedSize, kSharedOverrun, kSignal };
+enum class Fault { kNone, kStuck, kSpinning, kMask, kAccess, kSharedSize, kSharedOverrun, kSignal };
 
 // What ended the launch.
 struct Failure {
     Fault fault;
-    Place place;
-    unsigned int mask;
-    Access access;
-    uintptr_t address;
-    size_t bytes, alignment;
-    int signal;
-    uintptr_t instruction;
+    Place place = {};
+    unsigned int mask = 0;
+    Access access = Access::kLoad;
+    uintptr_t address = 0;
+    size_t bytes = 0, alignment = 0;
+    int signal = 0;
+    uintptr_t instruction = 0;
 };
 
 // splitmix64 (Steele, Lea, Flood, 2014).
@@ -340,19 +345,24 @@ class Schedule {
 struct Worker {
     // Memory.
     size_t page;
-    uintptr_t stacks;                        // kMaxThreads of them, aligned; see kStackBytes
-    void* reserved;                          // the mapping that holds them
-    unsigned int usable;                     // this many of them are accessible
-    unsigned char *region, *shared;          // guard page, slack, shared memory, slack, guard page
-    size_t region_bytes, shared_bytes;
-    void* params;                            // an aligned copy
+    uintptr_t stacks;     // kMaxThreads of them, aligned; see kStackBytes
+    void* reserved;       // the mapping that holds them
+    unsigned int usable;  // this many of them are accessible
+    // guard | accessible pages: (slack) shared (slack) | guard
+    unsigned char* region;
+    size_t region_bytes;
+    unsigned char *accessible, *accessible_end, *shared;
+    size_t shared_bytes;
+    void* params;  // an aligned copy
     size_t params_bytes;
     unsigned char* signal_stack;
     // The launch and its present block.
     const Launch* launch;
     unsigned int block;
     int running;  // the thread, -1 while the launch itself runs
+    int stopped;  // the thread that ran last
     unsigned int returned;
+    uint64_t idle_switches;  // in `yield`, since threads last met or returned
     int barrier_result;
     Barrier barrier;
     Failure failure;
@@ -365,9 +375,7 @@ struct Worker {
 // Only a pointer, so that the signal handler may read it at any time.
 __thread Worker* this_worker = nullptr;
 
-uintptr_t stack_of(const Worker& w, unsigned int thread) {
-    return w.stacks + thread * kStackBytes;
-}
+uintptr_t stack_of(const Worker& w, unsigned int thread) { return w.stacks + thread * kStackBytes; }
 
 // Of the running fiber. It stays in one operating system thread for all its life.
 Worker& worker() { return *this_worker; }
@@ -384,25 +392,30 @@ Worker& worker() { return *this_worker; }
 // Let the next thread run; returns when the schedule comes back to `fiber`.
 void switch_to_next(Worker& w, Fiber& fiber) {
     const int next = w.schedule.take();
-    if (next < 0) fail(w, {Fault::kStuck, {}, 0, {}, 0, 0, 0, 0, 0});
+    if (next < 0) fail(w, {Fault::kStuck});
     w.running = next;
     Fiber& other = w.fibers[next];
     if (&other != &fiber) switch_context(&fiber.context, &other.context);
 }
 
 void make_ready(Worker& w, unsigned int thread) {
+    w.idle_switches = 0;
     w.fibers[thread].state = State::kReady;
     w.schedule.add(thread);
 }
 
-void yield() {
+void yield(Place place) {
     Worker& w = worker();
+    Fiber& fiber = w.fibers[w.running];
+    fiber.place = place;
+    if (++w.idle_switches > CUFLASH_SPIN_LIMIT) fail(w, {Fault::kSpinning});
     w.schedule.add(static_cast<unsigned int>(w.running));
-    switch_to_next(w, w.fibers[w.running]);
+    switch_to_next(w, fiber);
 }
 
 // The same call? Equal literals of one library mostly share an address.
 bool same(const Place& a, const Place& b) {
+    if (!a.call || !b.call) return a.call == b.call;
     return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0) &&
            (a.call == b.call || strcmp(a.call, b.call) == 0);
 }
@@ -443,7 +456,7 @@ uint64_t meet(Place place,
     const unsigned int lane = 1u << thread % kWarpSize;
     Fiber& fiber = w.fibers[thread];
     Warp& warp = w.warps[thread / kWarpSize];
-    if (!(mask & lane)) fail(w, {Fault::kMask, place, mask, {}, 0, 0, 0, 0, 0});
+    if (!(mask & lane)) fail(w, {Fault::kMask, place, mask});
     fiber.state = State::kInWarp;
     fiber.place = place;
     fiber.mask = mask;
@@ -508,11 +521,11 @@ const Range* find_range(
             }
         }
     }
-    fail(w, {Fault::kAccess, place, 0, access, address, bytes, alignment, 0, 0});
+    fail(w, {Fault::kAccess, place, 0, access, address, bytes, alignment});
 }
 
 void shared_memory_too_small(size_t needed, size_t alignment) {
-    fail(worker(), {Fault::kSharedSize, {}, 0, {}, 0, needed, alignment, 0, 0});
+    fail(worker(), {Fault::kSharedSize, {}, 0, {}, 0, needed, alignment});
 }
 
 const Executor kExecutor = {
@@ -525,6 +538,7 @@ void run_thread() {
     w.launch->entry(w.params);
     Fiber& fiber = w.fibers[w.running];
     fiber.state = State::kReturned;
+    w.idle_switches = 0;
     if (++w.returned == w.launch->block) switch_context(&fiber.context, &w.main);
     switch_to_next(w, fiber);
     __builtin_unreachable();
@@ -695,7 +709,13 @@ void add_threads(Text& text, const Worker& w) {
             text.add(count > 1 ? " have returned" : " has returned");
             continue;
         }
-        text.add(count > 1 ? " wait at %s" : " waits at %s", fiber.place.call);
+        const bool ready = fiber.state == State::kReady;
+        if (ready && !fiber.place.call) {
+            text.add(count > 1 ? " have not met others" : " has not met others");
+            continue;
+        }
+        const char* verb = ready ? count > 1 ? "spin" : "spins" : count > 1 ? "wait" : "waits";
+        text.add(" %s at %s", verb, fiber.place.call);
         if (in_warp) {
             bool lanes[kWarpSize];
             for (int lane = 0; lane < kWarpSize; ++lane) lanes[lane] = missing >> lane & 1;
@@ -772,7 +792,7 @@ void add_signal(Text& text, const Worker& w, const Failure& failure) {
         text.add("index out of the bounds of an array, or misaligned access to shared memory");
     } else if (address - w.stacks < kMaxThreads * kStackBytes) {
         text.add("stack overflow: each thread has %zu bytes of stack",
-                 kStackBytes - w.page - kColours * kColourBytes);
+                 kStackBytes - w.page - sizeof(Thread));
     } else if (address - reinterpret_cast<uintptr_t>(w.region) < w.region_bytes) {
         const uintptr_t low = reinterpret_cast<uintptr_t>(w.shared);
         if (address < low) {
@@ -791,28 +811,34 @@ void write_report(const Worker& w, Launch& launch) {
     const Failure& failure = w.failure;
     Text text(launch.report, launch.report_bytes);
     text.add("kernel %s, block %u of %u", launch.kernel, w.block, launch.grid);
-    if (failure.fault != Fault::kStuck && failure.fault != Fault::kSharedOverrun) {
-        text.add(", thread %d", w.running);
+    const Fault fault = failure.fault;
+    if (fault != Fault::kStuck && fault != Fault::kSpinning && fault != Fault::kSharedOverrun) {
+        text.add(", thread %d", w.stopped);
     }
     text.add(" (seed %llu): ", static_cast<unsigned long long>(launch.seed));
-    switch (failure.fault) {
+    switch (fault) {
         case Fault::kStuck:
             text.add(w.barrier.mixed ? "divergent barriers: " : "the block cannot go on: ");
+            add_threads(text, w);
+            break;
+        case Fault::kSpinning:
+            text.add("threads only wait for each other's writes: ");
             add_threads(text, w);
             break;
         case Fault::kMask:
             text.add("%s, ", failure.place.call);
             text.add_place(failure.place);
             text.add(": mask 0x%08x lacks the calling lane %d", failure.mask,
-                     w.running % kWarpSize);
+                     w.stopped % kWarpSize);
             break;
         case Fault::kAccess:
             add_access(text, launch, failure);
             break;
         case Fault::kSharedSize:
-            text.add("the kernel needs %zu bytes of dynamic shared memory, aligned to %zu; the "
-                     "launch has %zu, aligned to %zu",
-                     failure.bytes, failure.alignment, launch.shared_bytes, kSharedAlignment);
+            text.add(
+                "the kernel needs %zu bytes of dynamic shared memory, aligned to %zu; the "
+                "launch has %zu, aligned to %zu",
+                failure.bytes, failure.alignment, launch.shared_bytes, kSharedAlignment);
             break;
         case Fault::kSharedOverrun:
             text.add("a thread wrote outside dynamic shared memory (%zu bytes)",
@@ -836,8 +862,8 @@ void write_report(const Worker& w, Launch& launch) {
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 void* reserve(size_t bytes) {
-    void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                        -1, 0);
+    void* memory =
+        mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return memory == MAP_FAILED ? nullptr : memory;
 }
 
@@ -886,20 +912,31 @@ bool provide_stacks(Worker& w, unsigned int threads) {
     return true;
 }
 
-// Shared memory that ends as close to an inaccessible page as its alignment permits.
+// Shared memory that ends as close to inaccessible pages as its alignment permits, and begins in
+// the first accessible one.
 bool provide_shared_memory(Worker& w, size_t bytes) {
-    const size_t needed = round_up(bytes + kSharedAlignment, w.page) + 2 * w.page;
-    if (needed > w.region_bytes) {
+    const size_t aligned = round_up(bytes, kSharedAlignment);
+    const size_t needed = round_up(aligned, w.page);
+    if (needed + 2 * kGuardBytes > w.region_bytes) {
         if (w.region) munmap(w.region, w.region_bytes);
-        w.region = static_cast<unsigned char*>(reserve(needed));
-        w.region_bytes = w.region ? needed : 0;
-        if (!w.region ||
-            mprotect(w.region + w.page, needed - 2 * w.page, PROT_READ | PROT_WRITE)) {
-            return false;
-        }
+        w.region = static_cast<unsigned char*>(reserve(needed + 2 * kGuardBytes));
+        w.region_bytes = w.region ? needed + 2 * kGuardBytes : 0;
+        if (!w.region) return false;
+        w.accessible_end = w.region + w.region_bytes - kGuardBytes;
+        w.accessible = w.accessible_end;
     }
+    unsigned char* first = w.accessible_end - needed;
+    if (first < w.accessible &&
+        mprotect(first, static_cast<size_t>(w.accessible - first), PROT_READ | PROT_WRITE)) {
+        return false;
+    }
+    if (first > w.accessible &&
+        mprotect(w.accessible, static_cast<size_t>(first - w.accessible), PROT_NONE)) {
+        return false;
+    }
+    w.accessible = first;
+    w.shared = w.accessible_end - aligned;
     w.shared_bytes = bytes;
-    w.shared = w.region + w.region_bytes - w.page - round_up(bytes, kSharedAlignment);
     return true;
 }
 
@@ -917,23 +954,18 @@ bool provide_params(Worker& w, const void* params, size_t bytes) {
 // ---------------------------------------------------------------------------------------------
 // Running.
 
+// NaN in every floating-point type.
+constexpr unsigned char kPoison = 0xff;
 
 void fill_shared_memory(Worker& w) {
-    unsigned char* first = w.region + w.page;
-    unsigned char* low = w.shared - w.page > first ? w.shared - w.page : first;
-    memset(low, 0xff, static_cast<size_t>(w.region + w.region_bytes - w.page - low));
+    memset(w.accessible, kPoison, static_cast<size_t>(w.accessible_end - w.accessible));
 }
 
-// Are the bytes around shared memory as fill_shared_memory left them?
+// Are the accessible bytes around shared memory as fill_shared_memory left them?
 bool slack_untouched(const Worker& w) {
-    const unsigned char* first = w.region + w.page;
-    const unsigned char* low = w.shared - w.page > first ? w.shared - w.page : first;
-    for (const unsigned char* p = low; p < w.shared; ++p) {
-        if (*p != 0xff) return false;
-    }
-    const unsigned char* end = w.region + w.region_bytes - w.page;
-    for (const unsigned char* p = w.shared + w.shared_bytes; p < end; ++p) {
-        if (*p != 0xff) return false;
+    for (const unsigned char* p = w.accessible; p < w.accessible_end; ++p) {
+        if (p == w.shared) p += w.shared_bytes;
+        if (p < w.accessible_end && *p != kPoison) return false;
     }
     return true;
 }
@@ -955,9 +987,16 @@ void prepare_block(Worker& w, unsigned int block) {
     for (unsigned int i = 0; i < threads; ++i) {
         const uintptr_t stack = stack_of(w, i);
         Fiber& fiber = w.fibers[i];
+        fiber.place = {};
         fiber.thread = thread_of_stack(stack);
-        *fiber.thread = {{&kNowhere, &kNowhere}, &kExecutor, w.shared, w.shared_bytes,
-                         {i, 0, 0}, {block, 0, 0}, {threads, 1, 1}, {w.launch->grid, 1, 1}};
+        *fiber.thread = {{&kNowhere, &kNowhere},
+                         &kExecutor,
+                         w.shared,
+                         w.shared_bytes,
+                         {i, 0, 0},
+                         {block, 0, 0},
+                         {threads, 1, 1},
+                         {w.launch->grid, 1, 1}};
         prepare_context(&fiber.context, stack + w.page, reinterpret_cast<uintptr_t>(fiber.thread),
                         run_thread);
         make_ready(w, i);
@@ -970,6 +1009,8 @@ bool run_blocks(Worker& w, const unsigned int* order) {
         prepare_block(w, order[i]);
         w.running = w.schedule.take();
         switch_context(&w.main, &w.fibers[w.running].context);
+        w.stopped = w.running;
+        w.running = -1;
         if (w.failure.fault == Fault::kNone && !slack_untouched(w)) {
             w.failure.fault = Fault::kSharedOverrun;
         }
@@ -986,8 +1027,7 @@ bool run_blocks(Worker& w, const unsigned int* order) {
 extern "C" __attribute__((visibility("default"))) int cuflash_launch(host::Launch* launch) {
     using namespace host;
     Worker* w = get_worker();
-    unsigned int* order =
-        static_cast<unsigned int*>(malloc(launch->grid * sizeof(unsigned int)));
+    unsigned int* order = static_cast<unsigned int*>(malloc(launch->grid * sizeof(unsigned int)));
     if (!w || !order || !provide_stacks(*w, launch->block) ||
         !provide_shared_memory(*w, launch->shared_bytes) ||
         !provide_params(*w, launch->params, launch->params_bytes)) {
@@ -997,14 +1037,13 @@ extern "C" __attribute__((visibility("default"))) int cuflash_launch(host::Launc
         return 1;
     }
     w->launch = launch;
-    w->failure = {};
+    w->failure = {Fault::kNone};
     w->schedule.start_launch(launch->seed);
     w->schedule.shuffle(order, launch->grid);
     stack_t previous_stack;
     catch_signals(*w, &previous_stack);
     const bool done = run_blocks(*w, order);
     if (!done) write_report(*w, *launch);
-    w->running = -1;
     release_signals(&previous_stack);
     w->launch = nullptr;
     free(order);

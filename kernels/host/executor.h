@@ -11,17 +11,13 @@
 
 namespace host {
 
-// Stacks are aligned to their size, so that the bits of any address in a frame lead to the record
-// of the thread. Were all the records (and with them all the hot frames below) at the same offset
-// in their stacks, the fibers of a block would fight for the same few cache sets; so the offset
-// varies: stack number n gives up the n % kColours topmost pieces.
+// Stacks are aligned to their size, so that any address in a frame leads to the record of the
+// thread.
 #ifdef __x86_64__
 constexpr uintptr_t kStackBytes = 64 * 1024;
 #else
 constexpr uintptr_t kStackBytes = 256 * 1024;  // the guard below may be a page of 64 KiB
 #endif
-constexpr uintptr_t kColourBytes = 256;
-constexpr uintptr_t kColours = 32;
 
 constexpr int kWarpSize = 32;
 
@@ -57,7 +53,7 @@ struct Executor {
     // The lanes of `mask` meet. Returns the lanes that passed true.
     unsigned int (*warp_vote)(Place place, unsigned int mask, bool predicate);
     // Other threads may run now. Called where threads of a GPU would see each other's writes.
-    void (*yield)();
+    void (*yield)(Place place);
     // A range that holds [address, address + bytes) and permits the access; ends the launch if
     // there is none or if the address is not a multiple of `alignment`.
     const Range* (*find_range)(
@@ -68,7 +64,7 @@ struct Executor {
 
 // What a kernel sees of its thread. The first two fields make up the quick path of the bounds
 // check: the range of the previous access of either kind.
-struct Thread {
+struct alignas(16) Thread {
     const Range* recent[2];  // by Access
     const Executor* executor;
     unsigned char* shared;  // dynamic shared memory of the block
@@ -76,11 +72,8 @@ struct Thread {
     Index thread, block, block_dim, grid_dim;
 };
 
-static_assert(sizeof(Thread) <= kColourBytes, "a record must fit the pieces of the colouring");
-
 inline Thread* thread_of_stack(uintptr_t stack) {
-    const uintptr_t colour = stack / kStackBytes % kColours;
-    return reinterpret_cast<Thread*>(stack + kStackBytes - (colour + 1) * kColourBytes);
+    return reinterpret_cast<Thread*>(stack + kStackBytes - sizeof(Thread));
 }
 
 // The thread that is running. Inlined, so the frame may be that of a caller: it is on the same

@@ -25,16 +25,6 @@ __device__ __forceinline__ Matrix matrix(
             t.vectors != 0};
 }
 
-// `a` or `b`, member by member: choosing between the structs would put both into local memory.
-__device__ __forceinline__ Matrix either(bool first, const Matrix& a, const Matrix& b) {
-    return {first ? a.data : b.data,
-            first ? a.stride_row : b.stride_row,
-            first ? a.stride_col : b.stride_col,
-            first ? a.rows : b.rows,
-            first ? a.cols : b.cols,
-            first ? a.vectors : b.vectors};
-}
-
 // The (seq,) vector of a head.
 struct Vector {
     Accum* data;

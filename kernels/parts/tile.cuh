@@ -34,8 +34,8 @@ struct Shared {
     }
 };
 
-// A tile on its way from global to shared memory, held in registers, so that the load of the next
-// tile can be under way while this one is worked on. What lies outside the matrix is zero.
+// This thread's share of a tile on its way from global to shared memory. What lies outside the
+// matrix is zero.
 template <int kRows, int kCols>
 struct Transfer {
     static constexpr int kGroupsX = kCols / kGroup;
@@ -98,6 +98,32 @@ struct Transfer {
         return found;
     }
 };
+
+// Replace a tile that the whole block has used by another. The load is issued before the block
+// meets, so that it waits for memory and for the slowest warp at once. Returns, if `look`, whether
+// the tile holds infinities or NaNs.
+template <int kRows, int kCols>
+__device__ __forceinline__ bool stage(
+    Shared<kRows, kCols>& to, const Matrix& m, int32 first_row, int32 first_col, bool look) {
+    Transfer<kRows, kCols> transfer;
+    transfer.load(m, first_row, first_col);
+    __syncthreads();
+    transfer.store(to);
+    return __syncthreads_or(look && transfer.nonfinite());
+}
+
+// Load the first tiles of a block's part, one chunk of columns each.
+template <int kRows, int kCols, int kChunks>
+__device__ __forceinline__ void stage_all(Shared<kRows, kCols> (&to)[kChunks],
+                                          const Matrix& m,
+                                          int32 first_row) {
+    __syncthreads();  // the block's previous part may still be reading
+    for (int c = 0; c * kCols < m.cols; ++c) {
+        Transfer<kRows, kCols> transfer;
+        transfer.load(m, first_row, c * kCols);
+        transfer.store(to[c]);
+    }
+}
 
 // result[i][j] += sum_d a[y + i * kThreadsY][d] * b[x + j * kThreadsX][d]
 template <int kY, int kX, int kRowsA, int kRowsB, int kCols>

@@ -44,7 +44,7 @@ extern "C" __global__ void faults(const __grid_constant__ Params p) {
             __syncthreads();  // early return
             break;
         case 3:
-            if (lane >= 8) value = __shfl_xor_sync(0xffffff0f, value, 1);  // wrong mask
+            value = __shfl_xor_sync(0xffffff0f, value, 1);  // wrong mask
             break;
         case 4:
             if (thread < 16) {
@@ -65,16 +65,17 @@ extern "C" __global__ void faults(const __grid_constant__ Params p) {
             hw::store(const_cast<float*>(p.x) + thread, value);  // read-only
             break;
         case 9:
-            value = hw::load(reinterpret_cast<const hw::Vec<float, 2>*>(p.x + 1)).v[0];  // misaligned
+            value =
+                hw::load(reinterpret_cast<const hw::Vec<float, 2>*>(p.x + 1)).v[0];  // misaligned
             break;
         case 10:
-            value = smem.first[64 + p.n * 0 + (thread == 70 ? 0 : -1)];  // inner index
+            value = smem.first[63 + (thread == 70)];  // inner index
             break;
         case 11:
             value = smem.last[63 + (thread == 70)];  // last index
             break;
         case 12:
-            value = (&smem + 1)->first[thread == 70 ? 3 : 0];  // shared end
+            value = (&smem + 1)->first[3];  // shared end
             break;
         case 13:
             value = (&smem - 100)->first[0];  // shared begin
@@ -89,16 +90,24 @@ extern "C" __global__ void faults(const __grid_constant__ Params p) {
             value = *reinterpret_cast<volatile float*>(p.n * 4ll);  // plain pointer
             break;
         case 17:
-            value = static_cast<float>(thread / (p.fault - 17));  // division
+            value = static_cast<float>(thread / (p.n - 128));  // division
             break;
         case 18:
             atomicAdd(p.out + p.n, 1.0f);  // atomic past
             break;
         case 19:
-            value = __shfl_sync(0xffffffff, value, 0) + hw::load(&p.x[p.n + 1000]);  // far
+            value = __shfl_sync(0xffffffff, value, 0) + hw::load(&p.x[p.n + 500]);  // far
             break;
         case 20:
             value = reinterpret_cast<hw::Vec<float, 4>*>(smem.first + 1)->v[lane % 4];  // vector
+            break;
+        case 21:
+            while (thread < 96 && atomicAdd(p.out, 0.0f) == 0.0f) {  // spin
+            }
+            __syncthreads();  // spin: the rest
+            break;
+        case 22:
+            reinterpret_cast<volatile char*>(&smem)[600] = 1;  // the launch has 600 bytes
             break;
     }
     hw::store(p.out + thread, value);

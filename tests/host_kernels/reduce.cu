@@ -12,8 +12,8 @@ struct Smem {
     float partial[plan::kThreads / 32];
 };
 
-extern "C" __global__ void __launch_bounds__(plan::kThreads) reduce(
-    const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(plan::kThreads)
+    reduce(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     float sum = index < p.n ? hw::load(p.x + index) : 0.0f;

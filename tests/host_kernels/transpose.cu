@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// out = transposed x, both n x n with n a multiple of kTile, a tile at a time through shared memory.
-// A block walks a column of tiles: one barrier says that the tile is filled, one that it is free.
+// out = transposed x, both n x n with n a multiple of kTile, a tile at a time through shared
+// memory. A block walks a column of tiles: one barrier says that the tile is filled, one that it is
+// free.
 #include "hw/memory.cuh"
 
 struct Params {

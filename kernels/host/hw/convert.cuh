@@ -25,7 +25,9 @@ inline float to_float(float16 x) {
     return __uint_as_float(sign | ((rest << 13) + ((127u - 15u) << 23)));
 }
 
-inline float to_float(bfloat16 x) { return __uint_as_float(static_cast<unsigned int>(x.bits) << 16); }
+inline float to_float(bfloat16 x) {
+    return __uint_as_float(static_cast<unsigned int>(x.bits) << 16);
+}
 
 template <class T>
 T from_float(float x);
