@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of what the tests really did: tests by back end, distinct examples by kind."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+_tests: Counter[str] = Counter()
+_examples: set[tuple[str, str, str, str, str, str]] = set()
+
+
+def ran(backend: str) -> None:
+    """Count a test."""
+    _tests[backend] += 1
+
+
+def example(backend: str, dtype: str, direction: str, family: str, tiles: str, key: str) -> None:
+    """Count an example that was compared with the reference. `key` tells examples apart.
+
+    `tiles` is "1x1", "1xn", "nx1" or "nxn": whether rows and keys span more than one tile.
+    """
+    _examples.add((backend, dtype, direction, family, tiles, key))
+
+
+def dump() -> str:
+    """Return all counts as text."""
+    return json.dumps([_tests, sorted(_examples)])
+
+
+def load(text: str) -> None:
+    """Add counts from another process."""
+    if text:
+        tests, examples = json.loads(text)
+        _tests.update(tests)
+        _examples.update(tuple(row) for row in examples)
+
+
+def report() -> list[str]:
+    """Return the lines of the summary."""
+    lines = ["tests by back end: " + ", ".join(f"{n} {name}" for name, n in sorted(_tests.items()))]
+    if not _examples:
+        return lines
+    total = len(_examples)
+    both = sum(row[4] == "nxn" for row in _examples)
+    lines.append(
+        f"{total} distinct examples against the reference; {100 * both // total} % span two tiles "
+        "on both axes"
+    )
+    counts = Counter(row[:5] for row in _examples)
+    kinds = ("1x1", "1xn", "nx1", "nxn")
+    header = "".join(f"{kind:>7}" for kind in kinds)
+    lines.append(f"  {'back end':9}{'dtype':9}{'pass':9}{'family':8}{header}  (query x key tiles)")
+    for backend, dtype, direction, family in sorted({row[:4] for row in counts}):
+        cells = "".join(f"{counts[backend, dtype, direction, family, k]:7}" for k in kinds)
+        lines.append(f"  {backend:9}{dtype:9}{direction:9}{family:8}{cells}")
+    return lines
