@@ -10,7 +10,7 @@ import numpy as np
 
 from . import arrays, launch
 from .gradients import Gradients
-from .problem import Arrays, Problem, read, read_backward, read_destination
+from .problem import Arrays, Problem, read, read_backward, read_destination, read_flag
 
 __all__ = ["attention", "attention_backward", "attention_vjp"]
 
@@ -91,8 +91,9 @@ def attention(
     (1, 100, 8, 64)
     """
     problem, inputs = read(q, k, v, scale, causal, window, layout)
-    out, lse = _forward(problem, inputs, bool(return_lse), out)
-    return (out, lse) if return_lse else out
+    want_lse = read_flag("return_lse", return_lse)
+    out, lse = _forward(problem, inputs, want_lse, out)
+    return (out, lse) if want_lse else out
 
 
 def attention_vjp(
@@ -127,6 +128,7 @@ def attention_vjp(
     >>> dq, dk, dv = vjp(dout)
     """
     problem, inputs = read(q, k, v, scale, causal, window, layout)
+    want_lse = read_flag("return_lse", return_lse)
     result, lse = _forward(problem, inputs, True, None)
 
     def vjp(dout: Any, *, dlse: Any = None, out: Any = None, workspace: Any = None) -> Gradients:
@@ -134,7 +136,7 @@ def attention_vjp(
         return _backward(problem, all_inputs, out, workspace)
 
     function: Callable[..., Gradients] = vjp
-    return (result, lse, function) if return_lse else (result, function)
+    return (result, lse, function) if want_lse else (result, function)
 
 
 def attention_backward(

@@ -9,7 +9,6 @@ array that lives on a GPU shows up.
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -97,13 +96,16 @@ def _from_cuda_interface(name: str, x: Any) -> Any:
             for axis in range(len(shape))
         )
     low, high = _extent(address, shape, strides, dtype.itemsize)
-    memory = cupy.cuda.UnownedMemory(low, high - low, x)
+    # An empty array may have address 0, from which CuPy cannot tell its device.
+    device = -1 if high > low else cupy.cuda.runtime.getDevice()
+    memory = cupy.cuda.UnownedMemory(low, high - low, x, device)
     start = cupy.cuda.MemoryPointer(memory, address - low)
     stream = interface.get("stream")
     if stream is not None:
         # The producer's stream: 1 and 2 are the default streams. Ours waits for what is on it.
-        producer = cupy.cuda.ExternalStream(stream)
-        cupy.cuda.get_current_stream().wait_event(producer.record())
+        event = cupy.cuda.Event(disable_timing=True)
+        cupy.cuda.runtime.eventRecord(event.ptr, stream)
+        cupy.cuda.get_current_stream().wait_event(event)
     return cupy.ndarray(shape, dtype, start, strides)
 
 
@@ -119,8 +121,12 @@ def pointer(x: Any) -> int:
 
 def empty(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return an uninitialised array of the library (and, for CuPy, the device) of `like`."""
-    library: ModuleType = np if isinstance(like, np.ndarray) else sys.modules["cupy"]
-    return library.empty(shape, dtype)
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype)
+    import cupy
+
+    with like.device:
+        return cupy.empty(shape, dtype)
 
 
 def _extent(
@@ -169,6 +175,8 @@ def overlap(x: Any, y: Any) -> bool:
 
 def self_overlap(x: Any) -> bool:
     """Whether two elements of `x` may lie at one place, as in a broadcast view."""
+    if x.size == 0:
+        return False
     reach = x.itemsize
     for stride, length in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True)):
         if length > 1:

@@ -92,6 +92,7 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
         os.close(handle)
         try:
             build(Path(temporary))
+            os.chmod(temporary, 0o700)  # compilers leave it to the umask
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

@@ -115,6 +115,8 @@ def compile_cubin(text: str, name: str, device: Device) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(text, f"{name}.plan.cu", (), ())
     options = (*_nvrtc_options(device), f"-I{source.KERNEL_ROOT}")
+    if nvrtc.getVersion() >= (13, 0):
+        options += ("--no-cache",)  # its own cache: on a hit it forgets to report registers
     try:
         try:
             nvrtc.compileProgram(program, options)

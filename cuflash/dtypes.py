@@ -48,6 +48,6 @@ def lookup(dtype: np.dtype) -> DType | None:
     package, so this module need not.
     """
     row = _BY_NUMPY.get(dtype)
-    if row is None and dtype.name == "bfloat16" and dtype.itemsize == 2:
+    if row is None and dtype.name == "bfloat16" and dtype.isnative:
         row = _BY_NUMPY[dtype] = DTYPES["bfloat16"]
     return row

@@ -236,5 +236,5 @@ def _warn_if_slow(direction: str, problem: Problem) -> None:
             f"(until {until}): the CPU back end verifies kernels and is not fast. "
             "Use CuPy arrays for speed",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=6,  # where the public function was called
         )

@@ -154,14 +154,14 @@ class BackwardDkdvSimt(_Tiled):
 
 @dataclass(frozen=True)
 class Delta(KernelPlan):
-    """``delta.cu``: one warp a row, in every family."""
+    """``delta.cu``: one thread a row, in every family."""
 
     kernel = "delta"
     family = "any"
 
     @property
     def threads(self) -> int:
-        return 256
+        return 128
 
     def parts(self, problem: Problem) -> int:
-        return _ceil(problem.batch * problem.heads_q * problem.seqlen_q, self.threads // 32)
+        return _ceil(problem.batch * problem.heads_q * problem.seqlen_q, self.threads)

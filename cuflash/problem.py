@@ -6,6 +6,7 @@ Below this module nothing is checked: a Problem is valid, and the arrays that go
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Callable
@@ -16,7 +17,16 @@ import numpy as np
 from . import arrays
 from .dtypes import DTYPES, DType, lookup
 
-__all__ = ["OPEN", "Arrays", "Layout", "Problem", "read", "read_backward", "read_destination"]
+__all__ = [
+    "OPEN",
+    "Arrays",
+    "Layout",
+    "Problem",
+    "read",
+    "read_backward",
+    "read_destination",
+    "read_flag",
+]
 
 #: No limit on that side of the window; kOpen in kernels/attention/params.cuh.
 OPEN = 2**31 - 1
@@ -127,7 +137,7 @@ def read(
         if size >= _MAX_LENGTH:
             raise ValueError(f"{name}: lengths and heads must be below 2**30, got {size}")
     left, right = _window(window)
-    if _flag("causal", causal):
+    if read_flag("causal", causal):
         right = 0
     problem = Problem(
         dtype,
@@ -185,7 +195,7 @@ def read_destination(
     if isinstance(x, np.ndarray):
         if not x.flags.writeable:
             raise ValueError(f"{name}: expected a writable array, got a read-only one")
-        if isinstance(destination, np.ndarray) and x is not destination:
+        if x is not destination and x.flags.owndata:  # a copy: the result would be lost
             raise ValueError(f"{name}: expected an aligned array, got one with unaligned elements")
     if arrays.self_overlap(x):
         raise ValueError(
@@ -248,7 +258,8 @@ def _rows(
     _shape(name, x, shape, "(batch, heads, seq) of q, in either layout")
 
 
-def _flag(name: str, value: Any) -> bool:
+def read_flag(name: str, value: Any) -> bool:
+    """Return an argument that must be True or False; an array or a number is an error."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
     return bool(value)
@@ -276,11 +287,15 @@ def _scale(scale: Any, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, np.ndarray) and scale.ndim == 0:
         scale = scale[()]
-    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (numbers.Real, np.number)):
+    real = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    if not real and not (isinstance(scale, np.generic) and lookup(scale.dtype)):
         raise TypeError(
             f"scale: expected a real number on the host or None, got {type(scale).__name__}"
         )
-    value = float(scale)
-    if not np.isfinite(value):
+    try:
+        value = float(scale)
+    except OverflowError:  # of int and Fraction
+        value = math.inf
+    if not math.isfinite(value):
         raise ValueError(f"scale: expected a finite number, got {value}")
     return value

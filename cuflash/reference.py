@@ -54,7 +54,8 @@ def attention(
     Parameters
     ----------
     q : array, shape (batch, Sq, Hq, D) or (Sq, Hq, D)
-        Queries; NumPy or CuPy, any real dtype, here and below.
+        Queries; NumPy or CuPy, any real dtype, here and below. With ``numpy.longdouble`` arrays the
+        whole computation is in that precision.
     k : array, shape (batch, Sk, Hkv, D) or (Sk, Hkv, D)
         Keys. Hq is a multiple of Hkv; query head h reads key head ``h // (Hq // Hkv)``.
     v : array, shape (batch, Sk, Hkv, Dv) or (Sk, Hkv, Dv)
@@ -188,7 +189,9 @@ def _per_key_head(x: np.ndarray, kv_heads: int) -> np.ndarray:
 
 
 def _float64(x: Any) -> np.ndarray:
-    return np.asarray(x.get() if hasattr(x, "get") else x).astype(np.float64)
+    """A host array of at least float64; a longdouble stays one, and so does all that follows."""
+    x = np.asarray(x.get() if hasattr(x, "get") else x)
+    return x if x.dtype == np.longdouble else x.astype(np.float64)
 
 
 def _heads_first(layout: str, *arrays: Any) -> list[np.ndarray]:

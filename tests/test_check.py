@@ -105,13 +105,12 @@ def test_bounds_are_tight(dtype):
     allowed = bounds(inputs, want)
     assert allowed.pop("lse") < (1e-9 if dtype == np.float64 else 1.2e-4)
     for name, bound in allowed.items():
-        assert bound < 12 * float(ml_dtypes.finfo(dtype).eps) * np.abs(want[name]).max()
+        assert bound < 16 * float(ml_dtypes.finfo(dtype).eps) * np.abs(want[name]).max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda d: np.dtype(d).name)
+@every_dtype
 def test_one_unit_is_always_allowed(dtype):
-    # With one key, out is its value and the careful formula makes no error at all. (In float64
-    # the rounding of the value to float32 is one.)
+    # With one key, out is its value and the careful formula makes no error at all.
     inputs = example(dtype, sk=1)
     want = exact(inputs)["out"]
     eps = float(ml_dtypes.finfo(dtype).eps)

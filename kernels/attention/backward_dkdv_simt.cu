@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of k and v without tensor cores, for every element type and head size, on any GPU.
 //
-//     dk[j] = scale * sum_i dscore[i][j] q[i],   dscore[i][j] = P[i][j] (dP[i][j] - delta[i]),
-//     dv[j] =         sum_i P[i][j] dout[i],     dP[i][j] = <dout[i], v[j]>
+//     dk[j] = scale * sum_i dscore[i][j] q[i],   dv[j] = sum_i P[i][j] dout[i],
+//     dscore[i][j] = P[i][j] (dP[i][j] - delta[i] + dlse[i]),   dP[i][j] = <dout[i], v[j]>
 //
 // A block computes kTileKv rows of one key head. It walks the query heads of the group and, in
 // each, the query tiles that see these keys, so that the sum over a group happens in registers and
@@ -15,6 +15,7 @@
 // Shapes: cuflash/arch/simt.py.
 #include "attention/params.cuh"
 #include "hw/memory.cuh"
+#include "parts/gradient.cuh"
 #include "parts/mask.cuh"
 #include "parts/operand.cuh"
 #include "parts/softmax.cuh"
@@ -101,20 +102,16 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
 #pragma unroll
         for (int j = 0; j < kQueriesPerLane; ++j) {
             const int col = lane.x + j * plan::kThreadsX;
-            Accum lse = softmax::infinity<Accum>(), delta = 0;
-            if (first_query + col < p.seqlen_q) {
-                lse = softmax::exponent_reference(
-                    hw::load(vector(p.lse, work.batch, visit.head).at(first_query + col)));
-                delta = hw::load(vector(p.delta, work.batch, visit.head).at(first_query + col));
-            }
+            const RowGradient query =
+                RowGradient::load(p, work.batch, visit.head, first_query + col);
 #pragma unroll
             for (int i = 0; i < kRowsPerLane; ++i) {
                 const int row = lane.y + i * plan::kThreadsY;
                 const bool seen = full || visible(row, col);
                 const Accum score = softmax::scaled(scale, probabilities[i][j]);
-                const Accum probability = softmax::exponential(score - lse);
+                const Accum probability = query.probability(score);
                 smem.factor.at[row][col] = seen ? probability : Accum(0);
-                dscores[i][j] = seen ? probability * (dscores[i][j] - delta) : Accum(0);
+                dscores[i][j] = seen ? query.dscore(probability, dscores[i][j]) : Accum(0);
             }
         }
         __syncwarp();

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradient of q without tensor cores, for every element type and head size, on any GPU.
 //
-//     dq[i] = scale * sum_j dscore[i][j] k[j],   dscore[i][j] = P[i][j] (dP[i][j] - delta[i]),
-//     P[i][j] = exp(score[i][j] - lse[i]),       dP[i][j] = <dout[i], v[j]>
+//     dq[i] = scale * sum_j dscore[i][j] k[j],
+//     dscore[i][j] = P[i][j] (dP[i][j] - delta[i] + dlse[i]),
+//     P[i][j] = exp(score[i][j] - lse[i]),   dP[i][j] = <dout[i], v[j]>
 //
 // A block computes kTileQ rows of one head, and like the forward walks the key tiles they see, in
 // chunks of kChunk columns. P is recomputed from lse; nothing of size seqlen_q x seqlen_kv is
@@ -15,6 +16,7 @@
 // The order of all sums is fixed, so the result is deterministic. Shapes: cuflash/arch/simt.py.
 #include "attention/params.cuh"
 #include "hw/memory.cuh"
+#include "parts/gradient.cuh"
 #include "parts/mask.cuh"
 #include "parts/operand.cuh"
 #include "parts/softmax.cuh"
@@ -51,19 +53,13 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
     const Accum scale = static_cast<Accum>(p.scale);
 
     Accum result[plan::kChunks][kRowsPerLane][kColsPerLane];
-    Accum lse[kRowsPerLane], delta[kRowsPerLane];
+    RowGradient rows[kRowsPerLane];
 #pragma unroll
     for (int c = 0; c < plan::kChunks; ++c) tile::clear(result[c]);
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
         const int32 row = first_query + lane.y + i * plan::kThreadsY;
-        lse[i] = softmax::infinity<Accum>();
-        delta[i] = 0;
-        if (row < p.seqlen_q) {
-            lse[i] = softmax::exponent_reference(
-                hw::load(vector(p.lse, work.batch, work.head).at(row)));
-            delta[i] = hw::load(vector(p.delta, work.batch, work.head).at(row));
-        }
+        rows[i] = RowGradient::load(p, work.batch, work.head, row);
     }
 
     if (kResident) {
@@ -99,10 +95,10 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
             for (int j = 0; j < kKeysPerLane; ++j) {
                 const int col = lane.x + j * plan::kThreadsX;
                 const Accum score = softmax::scaled(scale, scores[i][j]);
-                const Accum probability = softmax::exponential(score - lse[i]);
+                const Accum dscore =
+                    rows[i].dscore(rows[i].probability(score), dprobabilities[i][j]);
                 const bool seen = full || band.visible(first_query + row, first_key + col);
-                smem.dscores.at[row][col] =
-                    seen ? probability * (dprobabilities[i][j] - delta[i]) : Accum(0);
+                smem.dscores.at[row][col] = seen ? dscore : Accum(0);
             }
         }
         __syncwarp();

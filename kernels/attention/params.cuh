@@ -29,7 +29,7 @@ struct Params {
     Tensor dv;    // as v
     RowTensor lse;    // (batch, heads_q, seqlen_q); written by the forward if not null
     RowTensor dlse;   // as lse; gradient that arrives through lse, may be null
-    RowTensor delta;  // as lse; workspace: rowsum(dout * out) - dlse
+    RowTensor delta;  // as lse; workspace: rowsum(dout * out)
     double scale;     // scores are scale * <q, k>
     int64 batch;
     int32 heads_q, heads_kv;  // query head h reads key head h / (heads_q / heads_kv)

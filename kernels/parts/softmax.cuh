@@ -64,13 +64,6 @@ struct Row {
     }
 };
 
-// What exp(score - lse) recomputes a probability with. A row without a key has lse = -inf and
-// probabilities of 0.
-template <class Accum>
-__device__ __forceinline__ Accum exponent_reference(Accum lse) {
-    return lse == -infinity<Accum>() ? infinity<Accum>() : lse;
-}
-
 // Over the kLanes neighbouring lanes of a row; every lane gets the result, in a fixed order.
 template <int kLanes, class Accum>
 __device__ __forceinline__ Accum row_max(Accum x) {

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans that the tests compile: a fixed list, so that CI knows how long it takes.
+
+`ROWS` are executed: tiles as small as they get, in which every loop runs several times at lengths
+that are cheap on the CPU, in a pairwise covering list over dtype, tile shape, chunks and residency;
+and the shipped plans of some head sizes. `CUBINS` are only compiled, for each architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cuflash import device, select
+from cuflash.arch import simt
+from cuflash.dtypes import DTYPES
+from cuflash.plan import BackwardDkdvSimt, BackwardDqSimt, Delta, ForwardSimt, KernelPlan, Plan
+
+
+@dataclass(frozen=True)
+class Row:
+    """Plans for both passes, and the head sizes that they serve."""
+
+    name: str
+    dtype: str
+    forward: Plan
+    backward: Plan
+    head_dim: int  # up to
+    head_dim_v: int
+
+    @cached_property
+    def tile(self) -> tuple[int, int]:
+        """The forward's tile, which lengths are drawn around."""
+        plan = self.forward[0]
+        assert isinstance(plan, ForwardSimt)
+        return plan.tile_q, plan.tile_kv
+
+    @property
+    def family(self) -> str:
+        return self.forward[0].family
+
+
+def _small(dtype: str, tile: str, chunks: int, chunks_v: int, resident: bool) -> Row:
+    tile_q, tile_kv, threads_y, threads_x, chunk = _SMALL_TILES[tile]
+    shape = dict(
+        dtype=dtype,
+        tile_q=tile_q,
+        tile_kv=tile_kv,
+        threads_y=threads_y,
+        threads_x=threads_x,
+        chunk=chunk,
+        blocks_per_sm=1,
+        unroll=1,
+    )
+    residents = chunks if resident else 0
+    residents_v = chunks_v if resident else 0
+    return Row(
+        f"{dtype}-{tile}-{chunks}x{chunks_v}-{'resident' if resident else 'passing'}",
+        dtype,
+        (ForwardSimt(**shape, chunks=chunks_v, resident_chunks=residents),),
+        (
+            Delta(dtype),
+            BackwardDqSimt(
+                **shape, chunks=chunks, resident_chunks=residents, resident_chunks_v=residents_v
+            ),
+            BackwardDkdvSimt(
+                **shape,
+                chunks=chunks,
+                chunks_v=chunks_v,
+                resident_chunks=residents,
+                resident_chunks_v=residents_v,
+            ),
+        ),
+        chunks * chunk,
+        chunks_v * chunk,
+    )
+
+
+# tile_q, tile_kv, threads_y, threads_x, chunk
+_SMALL_TILES = {
+    "square": (16, 16, 8, 8, 16),
+    "tall": (32, 16, 4, 8, 32),
+    "wide": (16, 32, 8, 16, 16),
+    "block": (32, 32, 16, 16, 32),
+}
+
+# Every pair of values of two columns occurs.
+_COVERING = [
+    ("float16", "square", 1, 1, True),
+    ("float16", "tall", 2, 1, False),
+    ("float16", "wide", 1, 2, True),
+    ("float16", "block", 3, 3, False),
+    ("bfloat16", "square", 2, 1, False),
+    ("bfloat16", "tall", 1, 1, True),
+    ("bfloat16", "wide", 3, 3, True),
+    ("bfloat16", "block", 1, 2, False),
+    ("float32", "square", 1, 2, False),
+    ("float32", "tall", 3, 3, True),
+    ("float32", "wide", 1, 1, False),
+    ("float32", "block", 2, 1, True),
+    ("float64", "square", 3, 3, False),
+    ("float64", "tall", 1, 2, True),
+    ("float64", "wide", 2, 1, False),
+    ("float64", "block", 1, 1, True),
+]
+
+
+def shipped(dtype: str, head_dim: int, head_dim_v: int, where: device.Device = device.CPU) -> Row:
+    """Return the plans that a call gets."""
+    row = DTYPES[dtype]
+    return Row(
+        f"{dtype}-shipped-{head_dim}x{head_dim_v}",
+        dtype,
+        select.choose("forward", row, head_dim, head_dim_v, where),
+        select.choose("backward", row, head_dim, head_dim_v, where),
+        head_dim,
+        head_dim_v,
+    )
+
+
+_SHIPPED_SIZES = [(16, 16), (64, 64), (128, 128), (96, 40)]
+
+ROWS = [_small(*row) for row in _COVERING] + [
+    shipped(dtype, *sizes) for dtype in DTYPES for sizes in _SHIPPED_SIZES
+]
+
+ARCHITECTURES = {
+    name: device.architecture(*capability)
+    for name, capability in {
+        "sm_75": (7, 5),
+        "sm_80": (8, 0),
+        "sm_86": (8, 6),
+        "sm_90": (9, 0),
+        "sm_120": (12, 0),
+    }.items()
+}
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+
+
+def cubins(full: bool = False) -> list[tuple[str, KernelPlan]]:
+    """Return (architecture, plan) of what must compile without spilling.
+
+    Every architecture meets every head size and every dtype, and every dtype every head size;
+    `full` is the whole product.
+    """
+    found: dict[tuple[str, KernelPlan], None] = {}
+    for i, (name, where) in enumerate(ARCHITECTURES.items()):
+        for j, head_dim in enumerate(HEAD_DIMS):
+            for k, dtype in enumerate(DTYPES):
+                if full or (i + j) % len(DTYPES) == k:
+                    row = shipped(dtype, head_dim, head_dim, where)
+                    for plan in row.forward + row.backward:
+                        found[name, plan] = None
+    return list(found)
+
+
+def candidates(dtype: str, head_dim: int, head_dim_v: int) -> list[ForwardSimt]:
+    """Return all forward plans that the family offers for a head size."""
+    plans = simt.Simt().forward(DTYPES[dtype], head_dim, head_dim_v, device.CPU)
+    return [plan for (plan,) in plans if isinstance(plan, ForwardSimt)]

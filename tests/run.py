@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a call with a given plan and schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from check import Inputs
+
+import cuflash
+from cuflash import compile, device, launch
+from cuflash.plan import Plan
+
+
+@contextlib.contextmanager
+def using(forward: Plan, backward: Plan) -> Iterator[None]:
+    """Let every call run these plans instead of those that `select` would choose."""
+
+    def steps(
+        direction: str, dtype: Any, head_dim: int, head_dim_v: int, index: int | None
+    ) -> list[Any]:
+        where = device.CPU if index is None else device.gpu(index)
+        plan = forward if direction == "forward" else backward
+        return [(kernel, compile.kernel(kernel, where, index)) for kernel in plan]
+
+    with mock.patch.object(launch, "_steps", steps):
+        yield
+
+
+@contextlib.contextmanager
+def schedule(seed: int) -> Iterator[None]:
+    """Run the threads of the CPU back end in the order that belongs to a seed."""
+    with mock.patch.object(launch, "host_seed", lambda: seed):
+        yield
+
+
+def on(backend: Any, inputs: Inputs) -> Inputs:
+    """Return the same call with arrays of a back end."""
+    move = lambda x: None if x is None else backend.array(x)
+    names = ("q", "k", "v", "dout", "dlse")
+    return Inputs(*(move(getattr(inputs, name)) for name in names), **inputs.options)
+
+
+def both(inputs: Inputs) -> tuple[Any, Any, cuflash.Gradients]:
+    """Return out, lse and the gradients of a call."""
+    i = inputs
+    out, lse = cuflash.attention(i.q, i.k, i.v, return_lse=True, **i.options)
+    grads = cuflash.attention_backward(i.dout, i.q, i.k, i.v, out, lse, dlse=i.dlse, **i.options)
+    return out, lse, grads

@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manners of the public functions: where results go, what is touched, who may call when.
+
+Values are compared with the reference once for each manner; that kernels are right is the business
+of test_attention.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from check import Inputs, check_backward, check_forward
+from conftest import Backend
+
+import cuflash
+from cuflash import compile, launch
+from cuflash.plan import Delta
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+DTYPES["float64"] = np.float64
+
+
+def normal(backend: Backend, seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    return backend.array(np.random.default_rng(seed).normal(size=shape).astype(dtype))
+
+
+def filled(backend: Backend, like: Any, value: float) -> Any:
+    return backend.array(np.full(like.shape, value, like.dtype))
+
+
+def swapped(x: Any) -> Any:
+    """(batch, seq, heads, dim) as (batch, heads, seq, dim), or back."""
+    return x.swapaxes(-3, -2)
+
+
+def example(backend: Backend, dtype: Any = np.float32, dv: int = 24, **options: Any) -> Inputs:
+    """Two batch entries, grouped heads, more keys than queries, more than one tile of keys."""
+    return Inputs(
+        q=normal(backend, 0, (2, 21, 4, 24), dtype),
+        k=normal(backend, 1, (2, 69, 2, 24), dtype),
+        v=normal(backend, 2, (2, 69, 2, dv), dtype),
+        dout=normal(backend, 3, (2, 21, 4, dv), dtype),
+        dlse=normal(backend, 4, (2, 4, 21), np.float64 if dtype == np.float64 else np.float32),
+        **{"causal": True, "window": (40, -1), **options},
+    )
+
+
+def forward(i: Inputs, **more: Any) -> Any:
+    return cuflash.attention(i.q, i.k, i.v, return_lse=True, **i.options, **more)
+
+
+def backward(i: Inputs, out: Any, lse: Any, *, to: Any = None, workspace: Any = None) -> Any:
+    return cuflash.attention_backward(
+        *(i.dout, i.q, i.k, i.v, out, lse),
+        **dict(dlse=i.dlse, out=to, workspace=workspace),
+        **i.options,
+    )
+
+
+def same(backend: Backend, xs: Any, ys: Any) -> None:
+    """Assert equality of every bit."""
+    for x, y in zip(xs, ys, strict=True):
+        x, y = backend.host(x), backend.host(y)
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes()
+
+
+# --- where results go ----------------------------------------------------------------------------
+
+GUARD = 0x5A
+
+
+class Guarded:
+    """A destination that is a view of a larger buffer, whose other bytes must stay as they were."""
+
+    def __init__(self, backend: Backend, buffer: tuple[int, ...], dtype: Any, view: Callable):
+        self.backend = backend
+        count = int(np.prod(buffer)) * np.dtype(dtype).itemsize
+        self.bytes = backend.xp.full(count, GUARD, np.uint8)
+        self.array = view(self.bytes.view(dtype).reshape(buffer))
+
+    def assert_intact(self) -> None:
+        self.array[...] = 0
+        holes = self.backend.host(self.bytes)
+        expected = np.full_like(holes, GUARD)
+        mirror = expected.view(self.backend.host(self.array).dtype)
+        offset = self._address(self.array) - self._address(self.bytes)
+        np.ndarray(self.array.shape, mirror.dtype, mirror, offset, self.array.strides)[...] = 0
+        np.testing.assert_array_equal(holes, expected)
+
+    def _address(self, x: Any) -> int:
+        return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+
+
+# name -> the shape of a buffer and the view of it that has a given 4-D shape
+VIEWS: dict[str, Callable[[tuple[int, ...]], tuple[tuple[int, ...], Callable]]] = {
+    "whole": lambda s: (s, lambda x: x),
+    "inside": lambda s: (tuple(n + 2 for n in s), lambda x: x[1:-1, 1:-1, 1:-1, 1:-1]),
+    "sliced": lambda s: (
+        (s[0], 2 * s[1], 3 * s[2], 2 * s[3]),
+        lambda x: x[:, ::2, 1::3, 1::2],
+    ),
+    "reversed": lambda s: (s, lambda x: x[::-1, ::-1, ::-1, ::-1]),
+    "sliced and reversed": lambda s: (
+        (s[0], 2 * s[1] + 1, s[2], s[3]),
+        lambda x: x[:, -2::-2, ::-1],
+    ),
+    "transposed": lambda s: (s[::-1], lambda x: x.transpose(3, 2, 1, 0)),
+    "heads first": lambda s: ((s[0], s[2], s[1], s[3]), lambda x: x.transpose(0, 2, 1, 3)),
+    "one of three": lambda s: ((s[0], s[1], 3, *s[2:]), lambda x: x[:, :, 1]),
+    "at an odd place": lambda s: (
+        (int(np.prod(s)) + 1,),
+        lambda x: x[1:].reshape(s),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_results_go_where_they_are_wanted(backend: Backend, view: str, dtype: str) -> None:
+    inputs = example(backend, DTYPES[dtype], dv=20)
+    rows = inputs.dlse.shape
+
+    def guarded(like: Any) -> Guarded:
+        return Guarded(backend, *_buffer(VIEWS[view], like.shape, like.dtype))
+
+    out = guarded(inputs.dout)
+    # lse has three axes: the view of a 4-D array of one head dimension.
+    lse4 = Guarded(backend, *_buffer(VIEWS[view], (*rows, 1), inputs.dlse.dtype))
+    lse = lse4.array[..., 0]
+    got = forward(inputs, out=(out.array, lse))
+    assert got[0] is out.array and got[1] is lse
+    check_forward(*got, inputs)
+
+    to = [guarded(x) for x in (inputs.q, inputs.k, inputs.v)]
+    grads = backward(inputs, *got, to=tuple(x.array for x in to))
+    assert all(x is y.array for x, y in zip(grads, to, strict=True))
+    check_backward(grads, inputs)
+    for x in (out, lse4, *to):
+        x.assert_intact()
+
+
+def _buffer(view: Callable, shape: tuple[int, ...], dtype: Any) -> tuple:
+    buffer, look = view(shape)
+    return buffer, dtype, look
+
+
+def test_out_alone(backend: Backend) -> None:
+    inputs = example(backend)
+    out = backend.xp.empty(inputs.dout.shape, np.float32)
+    arguments = (inputs.q, inputs.k, inputs.v)
+    assert cuflash.attention(*arguments, **inputs.options, out=out) is out
+    check_forward(out, None, inputs)
+    same(backend, [cuflash.attention(*arguments, **inputs.options)], [out])
+
+
+def test_some_of_the_results_may_be_given(backend: Backend) -> None:
+    inputs = example(backend)
+    out, lse = forward(inputs)
+    want = list(backward(inputs, out, lse))
+    to_out, to_lse = backend.xp.empty_like(out), backend.xp.empty_like(lse)
+    first, second = forward(inputs, out=(to_out, None)), forward(inputs, out=(None, to_lse))
+    third = forward(inputs, out=to_out)  # without a pair: only out
+    assert first[0] is to_out and second[1] is to_lse and third[0] is to_out
+    for got in (first, second, third):
+        same(backend, got, (out, lse))
+    for given in range(3):
+        to: list[Any] = [None] * 3
+        to[given] = backend.xp.empty_like(want[given])
+        got = list(backward(inputs, out, lse, to=to))
+        assert got[given] is to[given]
+        same(backend, got, want)
+
+
+@pytest.mark.parametrize("order", ["inner", "outer"])
+def test_gradients_into_one_buffer(backend: Backend, order: str) -> None:
+    """Of a fused projection: dq, dk and dv interleaved, beside q, k and v interleaved."""
+    shape, at = ((2, 21, 3, 4, 24), 2) if order == "inner" else ((3, 2, 21, 4, 24), 0)
+    qkv = normal(backend, 0, shape)
+    dqkv = backend.xp.full(shape, np.nan, np.float32)
+    q, k, v = (_part(qkv, at, i).copy() for i in range(3))
+    plain = Inputs(q, k, v, dout=normal(backend, 1, (2, 21, 4, 24)), causal=True)
+    fused = dataclasses.replace(plain, **{n: _part(qkv, at, i) for i, n in enumerate("qkv")})
+    out, lse = forward(fused)
+    to = tuple(_part(dqkv, at, i) for i in range(3))
+    grads = backward(fused, out, lse, to=to)
+    assert all(x is y for x, y in zip(grads, to, strict=True))
+    check_forward(out, lse, plain)
+    check_backward(grads, plain)
+    assert not backend.xp.isnan(dqkv).any()
+
+
+def _part(x: Any, axis: int, i: int) -> Any:
+    return x[(slice(None),) * axis + (i,)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_old_memory_does_not_matter(backend: Backend, dtype: str) -> None:
+    inputs = example(backend, DTYPES[dtype])
+    results = []
+    for fill in (0.0, np.nan, np.inf):
+        out, lse = (filled(backend, x, fill) for x in (inputs.dout, inputs.dlse))
+        forward(inputs, out=(out, lse))
+        to = tuple(filled(backend, x, fill) for x in (inputs.q, inputs.k, inputs.v))
+        workspace = backend.xp.full(inputs.dlse.nbytes, 255 if fill else 0, np.uint8)
+        results.append([out, lse, *backward(inputs, out, lse, to=to, workspace=workspace)])
+    same(backend, results[1], results[0])
+    same(backend, results[2], results[0])
+
+
+def test_errors_leave_destinations_as_they_were(backend: Backend) -> None:
+    inputs = example(backend)
+    out, lse = forward(inputs)
+    to_out, to_lse = (filled(backend, x, 7) for x in (out, lse))
+    with pytest.raises(ValueError, match="lse of out"):
+        forward(inputs, out=(to_out, to_lse[:1]))
+    to = tuple(filled(backend, x, 7) for x in (inputs.q, inputs.k, inputs.v))
+    with pytest.raises(ValueError, match="workspace"):
+        backward(inputs, out, lse, to=to, workspace=backend.xp.empty(1, np.uint8))
+    assert all((x == 7).all() for x in (to_out, to_lse, *to))
+
+
+def test_inputs_are_not_modified(backend: Backend) -> None:
+    inputs = example(backend)
+    arrays = [inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse]
+    before = [x.copy() for x in arrays]
+    out, lse = forward(inputs)
+    results = [out.copy(), lse.copy()]
+    backward(inputs, out, lse)
+    same(backend, [*arrays, out, lse], [*before, *results])
+
+
+# --- ways to gradients ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vjp_is_backward(backend: Backend, dtype: str) -> None:
+    inputs = example(backend, DTYPES[dtype])
+    want_out, want_lse = forward(inputs)
+    arguments = (inputs.q, inputs.k, inputs.v)
+    assert len(cuflash.attention_vjp(*arguments, **inputs.options)) == 2
+    out, lse, vjp = cuflash.attention_vjp(*arguments, **inputs.options, return_lse=True)
+    same(backend, (out, lse), (want_out, want_lse))
+
+    plain = dataclasses.replace(inputs, dlse=None)
+    want, want_plain = backward(inputs, out, lse), backward(plain, out, lse)
+    same(backend, vjp(inputs.dout), want_plain)
+    check_backward(want_plain, plain)
+    same(backend, vjp(inputs.dout, dlse=inputs.dlse), want)
+    check_backward(want, inputs)
+    same(backend, vjp(inputs.dout), want_plain)  # and again, as if nothing had been
+
+    to = tuple(backend.xp.empty_like(x) for x in arguments)
+    workspace = backend.xp.empty(inputs.dlse.nbytes + 5, np.uint8)  # a larger one is fine
+    grads = vjp(inputs.dout, dlse=inputs.dlse, out=to, workspace=workspace)
+    assert all(x is y for x, y in zip(grads, to, strict=True))
+    same(backend, grads, want)
+
+
+def test_vjp_keeps_what_it_needs(backend: Backend) -> None:
+    inputs = example(backend)
+    vjp = cuflash.attention_vjp(*(x.copy() for x in (inputs.q, inputs.k, inputs.v)))[1]
+    [normal(backend, seed, (2, 69, 2, 24)) for seed in range(20)]  # where they would have been
+    check_backward(vjp(inputs.dout), Inputs(inputs.q, inputs.k, inputs.v, inputs.dout))
+
+
+def test_gradients_are_a_record(backend: Backend) -> None:
+    x = normal(backend, 0, (5, 2, 8))
+    grads = cuflash.attention_vjp(x, x, x)[1](x)
+    assert isinstance(grads, cuflash.Gradients)
+    dq, dk, dv = grads
+    assert dq is grads.dq and dk is grads.dk and dv is grads.dv
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        grads.dq = dk
+
+
+# --- shapes and sizes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts_agree_bit_for_bit(backend: Backend, dtype: str) -> None:
+    inputs = example(backend, DTYPES[dtype])
+    out, lse = forward(inputs)
+    grads = backward(inputs, out, lse)
+    arrays = dict(q=inputs.q, k=inputs.k, v=inputs.v, dout=inputs.dout)
+    solid = backend.xp.ascontiguousarray
+    for change in (swapped, lambda x: solid(swapped(x))):
+        turned = dataclasses.replace(
+            inputs, layout="bhsd", **{name: change(x) for name, x in arrays.items()}
+        )
+        turned_out, turned_lse = forward(turned)
+        same(backend, [swapped(turned_out), turned_lse], [out, lse])
+        same(backend, map(swapped, backward(turned, turned_out, turned_lse)), grads)
+    for b in range(2):
+        single = dataclasses.replace(
+            inputs, dlse=inputs.dlse[b], **{name: x[b] for name, x in arrays.items()}
+        )
+        single_out, single_lse = forward(single)
+        same(backend, [single_out, single_lse], [out[b], lse[b]])
+        same(backend, backward(single, single_out, single_lse), [x[b] for x in grads])
+        turned = dataclasses.replace(
+            single, layout="bhsd", **{name: swapped(x[b]) for name, x in arrays.items()}
+        )
+        turned_out, turned_lse = forward(turned)
+        same(backend, [swapped(turned_out), turned_lse], [out[b], lse[b]])
+        same(backend, map(swapped, backward(turned, turned_out, turned_lse)), [x[b] for x in grads])
+
+
+ZERO_SIZES = {  # batch, seqlen_q, seqlen_kv, heads_q, heads_kv
+    "batch": (0, 3, 5, 4, 2),
+    "queries": (2, 0, 5, 4, 2),
+    "keys": (2, 3, 0, 4, 2),
+    "lengths": (2, 0, 0, 4, 2),
+    "query heads": (2, 3, 5, 0, 2),
+    "heads": (2, 3, 5, 0, 0),
+    "batch and keys": (0, 3, 0, 4, 2),
+    "everything": (0, 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("size", ZERO_SIZES.values(), ids=ZERO_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_sizes(backend: Backend, dtype: str, size: tuple[int, ...], layout: str) -> None:
+    batch, sq, sk, hq, hkv = size
+    shapes = [(batch, sq, hq, 8), (batch, sk, hkv, 8), (batch, sk, hkv, 6), (batch, sq, hq, 6)]
+    q, k, v, dout = (normal(backend, i, s, DTYPES[dtype]) for i, s in enumerate(shapes))
+    if layout == "bhsd":
+        q, k, v, dout = (x.swapaxes(1, 2) for x in (q, k, v, dout))
+    accum = np.float64 if dtype == "float64" else np.float32
+    inputs = Inputs(q, k, v, dout, normal(backend, 4, (batch, hq, sq), accum), layout=layout)
+    full = partial(filled, backend, value=np.nan)
+
+    for to_out in (None, (full(dout), full(inputs.dlse))):
+        out, lse = forward(inputs, out=to_out)
+        assert out.shape == dout.shape and out.dtype == dout.dtype
+        assert lse.shape == inputs.dlse.shape and lse.dtype == accum
+        assert not backend.host(out).any() and (backend.host(lse) == -np.inf).all()
+        for to in (None, tuple(map(full, (q, k, v)))):
+            grads = backward(inputs, out, lse, to=to)
+            for x, like in zip(grads, (q, k, v), strict=True):
+                assert x.shape == like.shape and x.dtype == like.dtype
+                assert not backend.host(x).any()
+
+
+def test_rows_that_see_nothing_among_others(backend: Backend) -> None:
+    """More queries than keys: with causal order the first ones see no key."""
+    inputs = Inputs(
+        *(normal(backend, i, (1, n, 2, 8)) for i, n in enumerate((40, 9, 9, 40))), causal=True
+    )
+    out, lse = forward(inputs, out=backend.xp.full((1, 40, 2, 8), np.nan, np.float32))
+    check_forward(out, lse, inputs)
+    assert (backend.host(lse)[..., :31] == -np.inf).all() and not backend.host(out)[:, :31].any()
+    check_backward(backward(inputs, out, lse), inputs)
+
+
+# --- arrays of other kinds -----------------------------------------------------------------------
+
+
+class Dlpack:
+    """An array of some other library: nothing but DLPack."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.x.__dlpack_device__()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_dlpack_in_and_out(backend: Backend, dtype: str) -> None:
+    inputs = example(backend, DTYPES[dtype])
+    want, want_lse = forward(inputs)
+    want_grads = backward(inputs, want, want_lse)
+    names = ("q", "k", "v", "dout", "dlse")
+    # Strided, so that strides have to come across.
+    strided = {name: backend.xp.stack([getattr(inputs, name)] * 2, -2)[..., 1, :] for name in names}
+    foreign = dataclasses.replace(inputs, **{name: Dlpack(x) for name, x in strided.items()})
+    out, lse = forward(foreign)
+    assert type(out) is backend.xp.ndarray and type(lse) is backend.xp.ndarray
+    same(backend, (out, lse), (want, want_lse))
+    same(backend, backward(foreign, Dlpack(out), Dlpack(lse)), want_grads)
+
+    to_out, to_lse = Dlpack(backend.xp.empty_like(want)), Dlpack(backend.xp.empty_like(want_lse))
+    got = forward(foreign, out=(to_out, to_lse))
+    assert got == (to_out, to_lse)
+    same(backend, (to_out.x, to_lse.x), (want, want_lse))
+    to = tuple(Dlpack(backend.xp.empty_like(x)) for x in want_grads)
+    grads = backward(foreign, to_out, to_lse, to=to)
+    assert all(x is y for x, y in zip(grads, to, strict=True))
+    same(backend, [x.x for x in to], want_grads)
+    with pytest.raises(ValueError, match=r"^out: shares memory with q"):
+        cuflash.attention(foreign.q, foreign.k, foreign.v, out=Dlpack(strided["q"]))
+
+
+class Elsewhere(Dlpack):
+    def __dlpack_device__(self) -> Any:
+        return (10, 0)  # ROCm
+
+
+class Broken(Dlpack):
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("gradients are required")
+
+
+def test_dlpack_that_does_not_come_in() -> None:
+    x = np.zeros((3, 2, 8), "f4")
+    with pytest.raises(
+        TypeError, match=r"^q: expected an array on a CUDA GPU or the CPU, got .*10"
+    ):
+        cuflash.attention(Elsewhere(x), x, x)
+    with pytest.raises(TypeError, match=r"^k: Broken does not come in .*: gradients are required"):
+        cuflash.attention(x, Broken(x), x)
+    with pytest.raises(TypeError, match=r"^v: Dlpack does not come in through DLPack"):
+        cuflash.attention(x, x, Dlpack(x.astype(ml_dtypes.bfloat16)))
+
+
+def test_unaligned_numpy_arrays() -> None:
+    """Fields of packed records. A GPU array of this kind is an error: see test_gpu.py."""
+    inputs = example(Backend("cpu", np))
+    names = ("q", "k", "v", "dout", "dlse")
+
+    def packed(x: np.ndarray) -> np.ndarray:
+        field = np.empty(x.shape, np.dtype([("tag", "u1"), ("x", x.dtype)]))["x"]
+        field[...] = x
+        assert not field.flags.aligned
+        return field
+
+    unaligned = dataclasses.replace(inputs, **{n: packed(getattr(inputs, n)) for n in names})
+    out, lse = forward(inputs)
+    same(Backend("cpu", np), forward(unaligned), (out, lse))
+    grads = backward(unaligned, packed(out), packed(lse))
+    same(Backend("cpu", np), grads, backward(inputs, out, lse))
+
+
+def test_subclasses_and_files_are_arrays(tmp_path: Any) -> None:
+    x = np.random.default_rng(0).normal(size=(9, 2, 8)).astype("f4")
+    x.tofile(tmp_path / "x")
+    mapped = np.memmap(tmp_path / "x", "f4", mode="r", shape=x.shape)
+    want = cuflash.attention(x, x, x)
+    same(Backend("cpu", np), [cuflash.attention(mapped, mapped, mapped)], [want])
+    out = np.memmap(tmp_path / "out", "f4", mode="w+", shape=x.shape)
+    assert cuflash.attention(mapped, mapped, mapped, out=out) is out
+    same(Backend("cpu", np), [out], [want])
+
+
+# --- threads and processes -----------------------------------------------------------------------
+
+
+def test_threads_may_call_at_once(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the very first time, when there is no kernel yet."""
+    inputs = example(backend)
+    want_out, want_lse = forward(inputs)
+    want = [want_out, want_lse, *backward(inputs, want_out, want_lse)]
+    for kernel in list(compile._kernels):
+        monkeypatch.delitem(compile._kernels, kernel)
+    launch._steps.cache_clear()
+
+    made: list[Any] = []
+    for kind in (compile.CpuKernel, compile.GpuKernel):
+        make = kind.__init__
+        monkeypatch.setattr(
+            kind,
+            "__init__",
+            lambda self, plan, *rest, make=make: (
+                made.append(plan),
+                time.sleep(0.05),
+                make(self, plan, *rest),
+            )[-1],
+        )
+    start = threading.Barrier(4)
+    results: list[Any] = []
+
+    def work() -> None:
+        start.wait()
+        out, lse = forward(inputs)
+        results.append([out, lse, *backward(inputs, out, lse)])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for result in results:
+        same(backend, result, want)
+    assert made and len(made) == len(set(made))  # each kernel is made once
+
+
+FORK = """
+import os, sys, threading
+import numpy as np
+import cuflash
+
+x = np.random.default_rng(0).normal(size=(40, 2, 8)).astype("f4")
+want, vjp = cuflash.attention_vjp(x, x, x, causal=True)
+grads = list(vjp(x))
+# Another thread holds the lock of the compilation while the process forks.
+held, done = threading.Event(), threading.Event()
+from cuflash import compile
+def hold():
+    with compile._lock:
+        held.set()
+        done.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+child = os.fork()
+if not child:
+    out, vjp = cuflash.attention_vjp(x, x, x, causal=True)
+    right = np.array_equal(out, want)
+    right &= all(np.array_equal(a, b) for a, b in zip(vjp(x), grads))
+    y = x.astype("f2")  # needs kernels that the parent has not
+    right &= cuflash.attention(y, y, y).dtype == np.float16
+    os._exit(0 if right else 1)
+done.set()
+thread.join()
+_, status = os.waitpid(child, 0)
+assert np.array_equal(cuflash.attention(x, x, x, causal=True), want)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_fork_after_a_call() -> None:
+    """On the CPU back end; CUDA does not survive a fork."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=120,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+class Idle:
+    """A kernel that does not run."""
+
+    def launch(self, *_: Any) -> None:
+        pass
+
+
+def test_a_slow_call_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(*_: Any) -> list[Any]:
+        return [(Delta("float32"), Idle())]
+
+    monkeypatch.setattr(launch, "_steps", steps)
+    monkeypatch.setattr(launch, "_warned", False)
+    small = np.zeros((1, 100, 1, 64), "f4")
+    huge = np.broadcast_to(small[:, :1], (1, 2**20, 1, 64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cuflash.attention(small, small, small)
+    message = r"this forward on NumPy arrays will take about \d+ seconds \(until \d\d:\d\d\)"
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        cuflash.attention(small, huge, huge, out=small.copy())
+        cuflash.attention(huge[:, :1000], huge, huge)
+        cuflash.attention(huge[:, :1000], huge, huge)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+    monkeypatch.setattr(launch, "_warned", False)
+    vjp = cuflash.attention_vjp(small[:, :20], huge, huge)[1]
+    with pytest.warns(RuntimeWarning, match="this backward on NumPy arrays") as caught:
+        vjp(small[:, :20], out=(None, None, None))
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_debug_names_problem_and_plan(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUFLASH_DEBUG", "1")
+    launch._steps.cache_clear()
+    x = normal(backend, 0, (5, 2, 8))
+    cuflash.attention(x, x, x)
+    cuflash.attention(x, x, x)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "->" in line]
+    assert len(lines) == 1
+    for part in ("cuflash: forward", "float32", "head sizes 8 and 8", "ForwardSimt(", "bytes of"):
+        assert part in lines[0]
+
+
+def test_public_names() -> None:
+    assert set(cuflash.__all__) <= set(dir(cuflash))
+    for name in cuflash.__all__:
+        assert getattr(cuflash, name).__doc__

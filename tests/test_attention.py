@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring 3: kernels against the reference, both passes, for drawn calls and the matrix's plans."""
+
+from __future__ import annotations
+
+import pytest
+import tally
+from check import check_backward, check_forward
+from conftest import Backend
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrix import ROWS, Row
+from run import both, on, schedule, using
+from strategies import arrays_of, cases
+
+EXAMPLES = 24
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_kernels_agree_with_the_reference(backend: Backend, row: Row, data: st.DataObject) -> None:
+    case = data.draw(cases(row))
+    inputs = arrays_of(case)
+    with using(row.forward, row.backward), schedule(case.schedule):
+        out, lse, grads = both(on(backend, inputs))
+    check_forward(out, lse, inputs)
+    check_backward(grads, inputs)
+    for direction in ("forward", "backward"):
+        tiles = case.tiles(*row.tile)
+        tally.example(backend.name, row.dtype, direction, row.family, tiles, repr(case))
