@@ -32,7 +32,7 @@ constexpr int kResident = plan::kResidentChunks;  // 0: K and V pass by in chunk
 struct Smem {
     tile::Shared<plan::kTileKv, plan::kChunk> k[kResident ? kResident : 1];
     tile::Shared<plan::kTileKv, plan::kChunk> v[kResident ? plan::kResidentChunksV : 1];
-    tile::Shared<plan::kTileQ, plan::kChunk> chunk;  // of Q or dout
+    tile::Shared<plan::kTileQ, plan::kChunk> chunk;    // of Q or dout
     tile::Shared<plan::kTileKv, plan::kTileQ> factor;  // P^T, then dscore^T
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
@@ -114,7 +114,7 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
                 dscores[i][j] = seen ? query.dscore(probability, dscores[i][j]) : Accum(0);
             }
         }
-        __syncwarp();
+        __syncwarp();  // a row of smem.factor is written and read by the lanes of one warp
 
 #pragma unroll
         for (int c = plan::kChunksV - 1; c >= 0; --c) {
@@ -137,7 +137,6 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
                     dscores[i][j];
             }
         }
-        __syncwarp();
 #pragma unroll
         for (int c = 0; c < plan::kChunks; ++c) {
             if (c >= k_chunks) break;
@@ -147,7 +146,6 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
                 tile::add_a_b(dk[c], smem.factor, smem.chunk, lane);
             }
         }
-        __syncwarp();  // the next visit's probabilities overwrite dscore^T
     }
 
     Accum one[kRowsPerLane], scaling[kRowsPerLane];

@@ -101,7 +101,7 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
                 smem.dscores.at[row][col] = seen ? dscore : Accum(0);
             }
         }
-        __syncwarp();
+        __syncwarp();  // a row of dscores is written and read by the lanes of one warp
 
 #pragma unroll
         for (int c = plan::kChunks - 1; c >= 0; --c) {
@@ -118,7 +118,6 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
                 tile::add_a_b(result[c], smem.dscores, smem.chunk, lane);
             }
         }
-        __syncwarp();  // the next tile's dscores overwrite these
     }
 
     const Matrix dq = matrix(p.dq, work.batch, work.head, p.seqlen_q, p.head_dim);

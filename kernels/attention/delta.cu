@@ -6,9 +6,9 @@
 // which equals sum_j P[i][j] dP[i][j].
 //
 // A thread sums a row, in the order of d, exactly as dP = <dout, v> is summed (tile::add_a_bt). A
-// row with all its weight on one key then has out = v, dP = delta to the last bit, and a gradient of
-// zero instead of rounding noise; a tree of lanes would be faster and lose that. The kernel reads
-// each element once, and takes about 1 % of the backward's time.
+// row with all its weight on one key then has out = v, dP = delta to the last bit, and a gradient
+// of zero instead of rounding noise; a tree of lanes would be faster and lose that. The kernel
+// reads each element once, and takes about 1 % of the backward's time.
 #include "attention/params.cuh"
 #include "hw/memory.cuh"
 #include "parts/operand.cuh"
@@ -34,8 +34,8 @@ __device__ __forceinline__ Accum dot(const Matrix& a, const Matrix& b, int32 row
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(plan::kThreads) delta(
-    const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(plan::kThreads)
+    delta(const __grid_constant__ Params p) {
     const int64 rows = p.batch * p.heads_q * p.seqlen_q;
     const int64 step = static_cast<int64>(gridDim.x) * plan::kThreads;
     for (int64 index = static_cast<int64>(blockIdx.x) * plan::kThreads + threadIdx.x; index < rows;

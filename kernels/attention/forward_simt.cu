@@ -13,9 +13,9 @@
 //     registers:    scores += Q K^T | softmax | result += P V
 //
 // Each chunk costs two block barriers (tile::stage): everybody has finished with the previous one;
-// the new one is stored. P needs none: a row is written and read by the lanes of one warp. Other
-// blocks of the same multiprocessor compute meanwhile; loading a chunk ahead into registers was
-// measured, and is slower since it leaves room for fewer of them (docs/measured.md).
+// the new one is stored. They order the uses of smem.probabilities as well. Other blocks of the same
+// multiprocessor compute meanwhile; loading a chunk ahead into registers was measured, and is slower
+// since it leaves room for fewer of them (docs/measured.md).
 //
 // Budget: registers hold kTileQ * (kTileKv + padded head_dim_v) / threads accumulators; the tile
 // shapes in cuflash/arch/simt.py keep that below the spill limit.
@@ -100,7 +100,6 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
                 smem.probabilities.at[row][lane.x + j * plan::kThreadsX] = probability;
             }
         }
-        __syncwarp();
 
 #pragma unroll
         for (int c = 0; c < plan::kChunks; ++c) {
@@ -121,7 +120,6 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
                 tile::add_a_b(result[c], smem.probabilities, smem.chunk, lane);
             }
         }
-        __syncwarp();  // the next tile's probabilities overwrite these
     }
 
     const Matrix out = matrix(p.out, work.batch, work.head, p.seqlen_q, p.head_dim_v);

@@ -19,14 +19,14 @@ struct RowTensor {
 };
 
 struct Params {
-    Tensor q;     // (batch, seqlen_q, heads_q, head_dim)
-    Tensor k;     // (batch, seqlen_kv, heads_kv, head_dim)
-    Tensor v;     // (batch, seqlen_kv, heads_kv, head_dim_v)
-    Tensor out;   // (batch, seqlen_q, heads_q, head_dim_v)
-    Tensor dout;  // as out; backward only, like the four below
-    Tensor dq;    // as q
-    Tensor dk;    // as k
-    Tensor dv;    // as v
+    Tensor q;         // (batch, seqlen_q, heads_q, head_dim)
+    Tensor k;         // (batch, seqlen_kv, heads_kv, head_dim)
+    Tensor v;         // (batch, seqlen_kv, heads_kv, head_dim_v)
+    Tensor out;       // (batch, seqlen_q, heads_q, head_dim_v)
+    Tensor dout;      // as out; backward only, like the four below
+    Tensor dq;        // as q
+    Tensor dk;        // as k
+    Tensor dv;        // as v
     RowTensor lse;    // (batch, heads_q, seqlen_q); written by the forward if not null
     RowTensor dlse;   // as lse; gradient that arrives through lse, may be null
     RowTensor delta;  // as lse; workspace: rowsum(dout * out)

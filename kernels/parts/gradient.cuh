@@ -16,12 +16,16 @@ struct RowGradient {
         return {softmax::infinity<Accum>(), Accum(0), Accum(0)};
     }
 
-    __device__ static __forceinline__ RowGradient load(
-        const Params& p, int64 batch, int32 head, int32 row) {
+    __device__ static __forceinline__ RowGradient load(const Params& p,
+                                                       int64 batch,
+                                                       int32 head,
+                                                       int32 row) {
         if (row >= p.seqlen_q) return none();
         const Accum lse = hw::load(vector(p.lse, batch, head).at(row));
         const Accum delta = hw::load(vector(p.delta, batch, head).at(row));
-        if (lse == -softmax::infinity<Accum>()) return {softmax::infinity<Accum>(), delta, Accum(0)};
+        if (lse == -softmax::infinity<Accum>()) {
+            return {softmax::infinity<Accum>(), delta, Accum(0)};
+        }
         Accum dlse = 0;
         if (p.dlse.data) dlse = hw::load(vector(p.dlse, batch, head).at(row));
         return {lse, delta, dlse};

@@ -24,10 +24,10 @@ struct Band {
         Band band;
         band.seqlen_q = p.seqlen_q;
         band.seqlen_kv = p.seqlen_kv;
-        band.first_diagonal = static_cast<int32>(
-            p.window_left == kOpen || first < -p.seqlen_q ? -p.seqlen_q : first);
-        band.last_diagonal = static_cast<int32>(
-            p.window_right == kOpen || last > p.seqlen_kv ? p.seqlen_kv : last);
+        band.first_diagonal =
+            static_cast<int32>(p.window_left == kOpen || first < -p.seqlen_q ? -p.seqlen_q : first);
+        band.last_diagonal =
+            static_cast<int32>(p.window_right == kOpen || last > p.seqlen_kv ? p.seqlen_kv : last);
         return band;
     }
 
@@ -47,16 +47,14 @@ struct Band {
     // The tiles of `tile` keys that queries [query, query + queries) see anything of.
     __device__ __forceinline__ TileRange key_tiles(int32 query, int32 queries, int32 tile) const {
         const int32 last_query = min(query + queries, seqlen_q) - 1;
-        return tiles(max(query + first_diagonal, 0),
-                     min(last_query + last_diagonal, seqlen_kv - 1),
+        return tiles(max(query + first_diagonal, 0), min(last_query + last_diagonal, seqlen_kv - 1),
                      tile);
     }
 
     // The tiles of `tile` queries that see anything of keys [key, key + keys).
     __device__ __forceinline__ TileRange query_tiles(int32 key, int32 keys, int32 tile) const {
         const int32 last_key = min(key + keys, seqlen_kv) - 1;
-        return tiles(max(key - last_diagonal, 0),
-                     min(last_key - first_diagonal, seqlen_q - 1),
+        return tiles(max(key - last_diagonal, 0), min(last_key - first_diagonal, seqlen_q - 1),
                      tile);
     }
 

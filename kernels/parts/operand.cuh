@@ -15,8 +15,8 @@ struct Matrix {
     int32 rows, cols;
     bool vectors;  // groups of kGroup elements of a row can be moved at once
 };
-__device__ __forceinline__ Matrix matrix(
-    const Tensor& t, int64 batch, int32 head, int32 rows, int32 cols) {
+__device__ __forceinline__ Matrix
+matrix(const Tensor& t, int64 batch, int32 head, int32 rows, int32 cols) {
     return {static_cast<Element*>(t.data) + batch * t.stride_batch + head * t.stride_head,
             t.stride_seq,
             t.stride_dim,

@@ -197,10 +197,10 @@ __device__ __forceinline__ void add_a_b(Accum (&result)[kY][kX],
 // contributes nothing, where the product above would add 0 * NaN. Rare, so short instead of fast.
 template <int kY, int kX, int kRowsA, int kDepth, int kCols, class Visible>
 __device__ __forceinline__ void add_a_b_where(Accum (&result)[kY][kX],
-                                           const Shared<kRowsA, kDepth>& a,
-                                           const Shared<kDepth, kCols>& b,
-                                           Lane lane,
-                                           Visible visible) {
+                                              const Shared<kRowsA, kDepth>& a,
+                                              const Shared<kDepth, kCols>& b,
+                                              Lane lane,
+                                              Visible visible) {
     using C = Columns<kCols>;
 #pragma unroll 1
     for (int k = 0; k < kDepth; ++k) {
@@ -239,7 +239,9 @@ __device__ __forceinline__ void write(const Matrix& m,
                 rounded.v[r] = narrow<Element>(result[i][j + r] * factor[i]);
             }
             if (m.vectors) {
-                if (col < m.cols) hw::store(reinterpret_cast<hw::Vec<Element, C::kRun>*>(to), rounded);
+                if (col < m.cols) {
+                    hw::store(reinterpret_cast<hw::Vec<Element, C::kRun>*>(to), rounded);
+                }
             } else {
 #pragma unroll
                 for (int r = 0; r < C::kRun; ++r) {
