@@ -239,7 +239,8 @@ def _backward(problem: Problem, inputs: Arrays, out: Any, workspace: Any) -> Gra
         results.append(result)
     if workspace is not None:
         workspace = _workspace(problem, inputs, workspace, dict(zip(names, results, strict=True)))
-    launch.backward(problem, inputs, *results, workspace)
+    dq, dk, dv = results
+    launch.backward(problem, inputs, dq, dk, dv, workspace)
     given = (x if y is None else y for x, y in zip(results, out, strict=True))
     return Gradients(*given)
 

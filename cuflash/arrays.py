@@ -143,6 +143,9 @@ def _extent(
 
 def extent(x: Any) -> tuple[int, int]:
     """Return the addresses [low, high) that the elements of `x` lie within."""
+    if x.flags.c_contiguous:
+        address = pointer(x)
+        return address, address + x.nbytes
     return _extent(pointer(x), x.shape, x.strides, x.itemsize)
 
 
@@ -162,19 +165,20 @@ class _Shape:
 
 def overlap(x: Any, y: Any) -> bool:
     """Whether two arrays share an element, exactly (interleaved views do not)."""
-    if x.size == 0 or y.size == 0 or place(x) != place(y):
-        return False
     (low_x, high_x), (low_y, high_y) = extent(x), extent(y)
-    if high_x <= low_y or high_y <= low_x:
+    if high_x <= low_y or high_y <= low_x or place(x) != place(y):
         return False
     try:
-        return bool(np.shares_memory(np.asarray(_Shape(x)), np.asarray(_Shape(y)), max_work=10**6))
+        work: Any = 10**6  # NumPy's stubs know only two special values
+        return bool(np.shares_memory(np.asarray(_Shape(x)), np.asarray(_Shape(y)), max_work=work))
     except np.exceptions.TooHardError:
         return True
 
 
 def self_overlap(x: Any) -> bool:
     """Whether two elements of `x` may lie at one place, as in a broadcast view."""
+    if x.flags.c_contiguous:
+        return False
     if x.size == 0:
         return False
     reach = x.itemsize

@@ -3,14 +3,16 @@
 
 ``$CUFLASH_CACHE_DIR``, else ``cuflash`` in the user's cache directory. Files appear whole
 (temporary name, then rename), so several processes may fill the cache at once. Libraries are
-executed, so a folder that others may write to is not used. Where no folder can be used, a private
-temporary one lives as long as the process.
+executed, so a folder that others may write to is not used. Each file ends with a digest of itself,
+which loaders do not look at: to load a library that a full disk or a crash cut short would end the
+process. Where no folder can be used, a private temporary one lives as long as the process.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import os
 import shutil
 import stat
@@ -46,7 +48,7 @@ def _can_write(path: Path) -> bool:
         return False
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _private(process: int) -> Path:
     path = Path(tempfile.mkdtemp(prefix="cuflash-"))
 
@@ -58,7 +60,7 @@ def _private(process: int) -> Path:
     return path
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _readable(wanted: Path) -> Path | None:
     """Return the cache folder if it can be read and nobody else writes to it."""
     try:
@@ -76,23 +78,36 @@ def folder() -> Path:
     return _private(os.getpid())
 
 
+def _is_whole(path: Path) -> bool:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return data[-32:] == hashlib.sha256(data[:-32]).digest()
+
+
+def _seal(path: Path) -> None:
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with path.open("ab") as file:
+        file.write(digest)
+    path.chmod(0o700)  # compilers leave it to the umask
+
+
 def cached(name: str, build: Callable[[Path], None]) -> Path:
-    """Return the file `name`, made by ``build(path)`` if no folder holds it yet.
+    """Return the file `name`, made by ``build(path)`` if no folder holds it whole.
 
     `name` carries a digest of all that decides the contents. A read-only cache is read.
     """
     wanted = _readable(_wanted())
-    if wanted is not None:
-        path = wanted / name
-        if path.is_file() and path.stat().st_size > 0:
-            return path
+    if wanted is not None and _is_whole(wanted / name):
+        return wanted / name
     path = folder() / name
-    if not path.is_file() or path.stat().st_size == 0:
+    if not _is_whole(path):
         handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
         os.close(handle)
         try:
             build(Path(temporary))
-            os.chmod(temporary, 0o700)  # compilers leave it to the umask
+            _seal(Path(temporary))
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

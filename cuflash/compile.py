@@ -25,7 +25,7 @@ from . import host, source
 from .cache import cached
 from .device import Device
 from .dtypes import DTYPES
-from .plan import KernelPlan
+from .plan import PARAMS_BYTES, KernelPlan
 
 __all__ = ["CpuKernel", "GpuKernel", "Usage", "cubin", "host_library", "kernel", "nvrtc_version"]
 
@@ -166,6 +166,9 @@ def cubin(plan: KernelPlan, device: Device) -> Path:
     return cached(f"{plan.kernel}-{_target(device)}-{key}.cubin", build)
 
 
+_PARAMS = np.dtype(f"V{PARAMS_BYTES}")
+
+
 class GpuKernel:
     """A kernel on one GPU, which must be the current one when it is made and launched."""
 
@@ -185,7 +188,7 @@ class GpuKernel:
 
     def launch(self, blocks: int, params: bytes) -> None:
         """Start the kernel on the current stream."""
-        value = np.frombuffer(params, dtype=f"V{len(params)}")
+        value = np.ndarray((), _PARAMS, params)
         self._function((blocks, 1, 1), self._threads, (value,), shared_mem=self._smem)
 
 
@@ -204,7 +207,7 @@ def _library(name: str, text: str, sources: str, *, is_kernel: bool) -> Path:
     return cached(f"{name}-cpu-{key}.so", build)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _runtime() -> host.Runtime:
     name = "host/executor.cpp"
     sources = source.digest(name, source.HOST_INCLUDES, source.KERNEL_ROOT)

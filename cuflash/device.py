@@ -47,7 +47,7 @@ def architecture(major: int, minor: int, sms: int = 100) -> Device:
     return Device(f"sm_{major}{minor}", (major, minor), sms, block, sm)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def gpu(index: int) -> Device:
     """Describe the GPU with this index.
 

@@ -12,8 +12,6 @@ import time
 import warnings
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from . import arrays, compile, device, select
 from .plan import PARAMS_BYTES, KernelPlan
 from .problem import Arrays, Layout, Problem
@@ -149,7 +147,7 @@ def _current(index: int) -> contextlib.AbstractContextManager[Any]:
     return cupy.cuda.Device(index)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _steps(
     direction: Literal["forward", "backward"],
     dtype: Any,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -232,8 +231,9 @@ def _layout(layout: Any, q: Any) -> Layout:
 
 def _same_place(name: str, x: Any, q: Any, device: int | None) -> None:
     if arrays.place(x) != device:
-        where: Callable[[int | None], str] = lambda i: "host memory" if i is None else f"GPU {i}"
-        here, there = where(arrays.place(x)), where(device)
+        here, there = (
+            "host memory" if i is None else f"GPU {i}" for i in (arrays.place(x), device)
+        )
         kind = TypeError if None in (arrays.place(x), device) else ValueError
         raise kind(f"{name}: expected an array in the same place as q ({there}), got one in {here}")
 

@@ -189,7 +189,7 @@ def _per_key_head(x: np.ndarray, kv_heads: int) -> np.ndarray:
 
 
 def _float64(x: Any) -> np.ndarray:
-    """A host array of at least float64; a longdouble stays one, and so does all that follows."""
+    """Return a host array of float64; a longdouble stays one, and so does all that follows."""
     x = np.asarray(x.get() if hasattr(x, "get") else x)
     return x if x.dtype == np.longdouble else x.astype(np.float64)
 

@@ -20,7 +20,7 @@ __all__ = ["FAMILIES", "choose"]
 FAMILIES = (Simt(),)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def choose(
     direction: Literal["forward", "backward"],
     dtype: DType,

@@ -44,7 +44,7 @@ def files(name: str, includes: tuple[str, ...] = (".",), root: Path | None = Non
     return list(found)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def digest(name: str, includes: tuple[str, ...] = (".",), root: Path | None = None) -> str:
     """Return a digest of the contents of `files`; read once a process."""
     sha = hashlib.sha256()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,19 @@ def _count_backend(request: pytest.FixtureRequest) -> Iterator[None]:
         name = "gpu"
     tally.ran(name)
     yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    # In continuous integration all packages are there, and only a GPU may be missing.
+    excused = item.get_closest_marker("gpu") or hasattr(report, "wasxfail")
+    if report.skipped and not excused and os.environ.get("CI"):
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"not allowed in CI: {reason}"
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

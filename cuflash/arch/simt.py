@@ -7,7 +7,7 @@ where two would do; see docs/measured.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..device import Device
@@ -143,7 +143,7 @@ class Simt:
         yield Delta(dtype.name), _first_fit(dq, device), _first_fit(dkdv, device)
 
 
-def _first_fit(plans: list[KernelPlan], device: Device) -> KernelPlan:
+def _first_fit(plans: Sequence[KernelPlan], device: Device) -> KernelPlan:
     return next((plan for plan in plans if plan.smem_bytes <= device.smem_per_block), plans[-1])
 
 

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+PYTHON ?= python3
+CUDA_SOURCES = $(shell find kernels tests bench -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
+.PHONY: test test-gpu lint format gpu-check sanitize bench clean-cache
+
+test:  # on NumPy arrays; needs no GPU
+	$(PYTHON) -m pytest -n auto $(ARGS)
+test-gpu:  # the same tests on CuPy arrays
+	$(PYTHON) -m pytest --backend gpu $(ARGS)
+lint:
+	ruff check . && ruff format --check . && pyright
+	clang-format --dry-run --Werror $(CUDA_SOURCES)
+format:
+	ruff check --fix . && ruff format .
+	clang-format -i $(CUDA_SOURCES)
+gpu-check:  # all of it in one run, recorded in bench/results/gpu-check.json
+	$(PYTHON) -m bench.gpu_check $(ARGS)
+sanitize:
+	$(PYTHON) -m bench.gpu_check --only sanitize $(ARGS)
+bench:
+	$(PYTHON) -m bench.speed && $(PYTHON) -m bench.memory && $(PYTHON) -m bench.host_time
+clean-cache:
+	$(PYTHON) -c "from cuflash.cache import folder; \
+	[p.unlink() for s in ('*.cubin', '*.so') for p in folder().glob(s)]"

@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk cache, what its keys depend on, and what is said when there is nothing to compile with.
+
+The tests may run as root, whom permissions do not stop: where a folder that cannot be written is
+the point, `cache._can_write` is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import cache, compile, device, host, launch, select, source
+from cuflash.dtypes import DTYPES
+from cuflash.plan import Delta
+
+ROOT = Path(__file__).parent.parent
+PLAN = Delta("float32")
+SM90 = device.architecture(9, 0)
+
+
+def clear() -> None:
+    """Forget everything that a process remembers of the cache."""
+    for remembered in (cache._readable, cache._private, source.digest, compile._runtime):
+        remembered.cache_clear()
+    for remembered in (launch._steps, host.find_compiler, select.choose):
+        remembered.cache_clear()
+    compile._kernels.clear()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty place for the cache, and nothing remembered."""
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    clear()
+    yield tmp_path / "cache"
+    clear()
+
+
+def build(text: bytes = b"made", made: list[Path] | None = None) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        if made is not None:
+            made.append(path)
+        path.write_bytes(text)
+
+    return write
+
+
+def content(path: Path) -> bytes:
+    """What `build` wrote; a digest follows."""
+    return path.read_bytes()[:-32]
+
+
+def never(path: Path) -> None:
+    raise AssertionError("built again")
+
+
+def run(code: str, *options: str, **variables: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(
+        [sys.executable, *options, "-c", code],
+        env={name: value for name, value in environment.items() if value is not None},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def attend() -> np.ndarray:
+    x = np.random.default_rng(0).normal(size=(5, 2, 8)).astype("f4")
+    return cuflash.attention(x, x, x)
+
+
+# --- the folder ----------------------------------------------------------------------------------
+
+
+def test_files_are_made_once_and_appear_whole(folder: Path) -> None:
+    made: list[Path] = []
+    path = cache.cached("a.so", build(made=made))
+    assert path == folder / "a.so" and content(path) == b"made"
+    assert cache.cached("a.so", never) == path
+    assert made[0] != path and made[0].parent == folder  # so that a rename is enough
+    assert list(folder.iterdir()) == [path]
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_libraries_are_the_owners_alone(folder: Path) -> None:
+    """Whatever the umask and the compiler make of it."""
+    before = os.umask(0)
+    try:
+        path = compile.host_library(PLAN)
+    finally:
+        os.umask(before)
+    assert path.parent == folder and path.stat().st_mode & 0o077 == 0
+
+
+def test_nothing_stays_of_a_failed_build(folder: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.cached("a.so", fail)
+    assert list(folder.iterdir()) == []
+    assert content(cache.cached("a.so", build())) == b"made"
+
+
+@pytest.mark.parametrize("damaged", [b"", b"half", b"made"])
+def test_files_that_are_not_whole_are_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, damaged: bytes
+) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "a.so").write_bytes(damaged)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_can_write", lambda path: path != folder)  # as in a read-only folder
+        elsewhere = cache.cached("a.so", build())
+    assert elsewhere.parent != folder and content(elsewhere) == b"made"
+    path = cache.cached("a.so", build())
+    assert path.parent == folder and content(path) == b"made"
+
+
+@pytest.mark.parametrize(
+    ("variables", "want"),
+    [
+        ({"CUFLASH_CACHE_DIR": "{tmp}/x"}, "{tmp}/x"),
+        ({"CUFLASH_CACHE_DIR": "~/x", "HOME": "{tmp}"}, "{tmp}/x"),
+        ({"CUFLASH_CACHE_DIR": "", "XDG_CACHE_HOME": "{tmp}/x"}, "{tmp}/x/cuflash"),
+        ({"CUFLASH_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "{tmp}"}, "{tmp}/.cache/cuflash"),
+    ],
+    ids=["chosen", "home", "xdg", "default"],
+)
+def test_where_the_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], want: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+    assert cache.folder() == Path(want.format(tmp=tmp_path))
+
+
+def test_a_read_only_folder_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.cached("a.so", build())
+    folder.chmod(0o500)
+    monkeypatch.setattr(cache, "_can_write", lambda path: path != folder)  # root could
+    assert cache.cached("a.so", never) == folder / "a.so"
+    elsewhere = cache.cached("b.so", build())
+    assert elsewhere.parent not in (folder, folder.parent)
+    assert elsewhere.parent.stat().st_mode & 0o777 == 0o700
+    assert cache.cached("b.so", never) == elsewhere
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o707])
+def test_a_folder_that_others_may_write_to_is_not_used(folder: Path, mode: int) -> None:
+    folder.mkdir()
+    folder.chmod(mode)
+    (folder / "a.so").write_bytes(b"from somebody else")
+    path = cache.cached("a.so", build())
+    assert path.parent != folder and content(path) == b"made"
+
+
+def test_a_folder_of_somebody_else_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.cached("a.so", build(b"from somebody else"))
+    clear()
+    other = os.getuid() + 1
+    monkeypatch.setattr(cache.os, "getuid", lambda: other)
+    path = cache.cached("a.so", build())
+    assert path.parent != folder and content(path) == b"made"
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_folder_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    """A file is in the way: calls work all the same, for as long as the process lives."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "file" / below))
+    path = cache.cached("a.so", build())
+    assert content(path) == b"made" and tmp_path not in path.parents
+    assert cache.cached("a.so", never) == path
+    assert np.isfinite(attend()).all()
+
+
+def test_a_folder_that_vanishes(folder: Path) -> None:
+    cache.cached("a.so", build())
+    shutil.rmtree(folder)
+    assert content(cache.cached("a.so", build())) == b"made"
+
+
+def test_the_private_folder_goes_with_the_process(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    code = """
+import os, sys
+from cuflash import cache
+path = cache.cached("a", lambda path: path.write_bytes(b"made"))
+child = os.fork()
+if not child:
+    sys.exit()  # with the exit handlers of its parent
+os.waitpid(child, 0)
+assert path.is_file()
+print(path)
+"""
+    result = run(code, CUFLASH_CACHE_DIR=str(tmp_path / "file"), TMPDIR=str(tmp_path / "tmp"))
+    assert result.returncode == 0, result.stderr
+    path = Path(result.stdout.strip())
+    assert tmp_path / "tmp" in path.parents and not path.parent.exists()
+
+
+# --- files that are damaged, and processes that meet ----------------------------------------------
+
+
+DAMAGE = {
+    "empty": lambda x: b"",
+    "a tenth": lambda x: x[: len(x) // 10],  # where the loader would meet a bus error
+    "a half": lambda x: x[: len(x) // 2],
+    "a byte short": lambda x: x[:-1],
+    "zeros at the end": lambda x: x[:4096] + bytes(len(x) - 4096),
+    "text": lambda x: b"?" * len(x),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_libraries_are_made_again(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    """In a process of its own, which a damaged library could end."""
+    attend()  # fills the cache
+    libraries = {path: path.read_bytes() for path in folder.iterdir()}
+    assert len(libraries) == 2  # the executor and one kernel
+    for path, whole in libraries.items():
+        path.unlink()  # this process has it mapped
+        path.write_bytes(damage(whole))
+    result = run(
+        "import numpy as np, cuflash; x = np.ones((5, 2, 8), 'f4');"
+        "assert (cuflash.attention(x, x, x) == 1).all()"
+    )
+    assert result.returncode == 0, f"{result.returncode} {result.stderr}"
+    assert set(folder.iterdir()) == set(libraries)
+    for path, whole in libraries.items():
+        assert len(path.read_bytes()) == len(whole)
+
+
+def test_processes_may_start_at_once_with_an_empty_cache(folder: Path) -> None:
+    code = """
+import sys
+import numpy as np, cuflash
+x = np.random.default_rng(0).normal(size=(5, 2, 8)).astype("f4")
+sys.stdin.readline()  # all of them are here
+print(cuflash.attention(x, x, x).tobytes().hex())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            **dict(stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True),
+        )
+        for _ in range(4)
+    ]
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    results = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, results
+    assert {out.strip() for out, _ in results} == {attend().tobytes().hex()}
+    assert len(list(folder.iterdir())) == 2  # the executor and one kernel, and nothing else
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the kernel sources, to be edited."""
+    copy = tmp_path / "kernels"
+    shutil.copytree(source.KERNEL_ROOT, copy)
+    monkeypatch.setattr(source, "KERNEL_ROOT", copy)
+    return copy
+
+
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Names of the files that a kernel would be kept in, for both kinds of machine."""
+    source.digest.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(compile, "cached", lambda name, build: Path(name))
+        return {"cpu": compile.host_library(PLAN).name, "gpu": compile.cubin(PLAN, SM90).name}
+
+
+def test_names_tell_kernel_machine_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = names(monkeypatch)
+    assert re.fullmatch(r"delta-cpu-[0-9a-f]{24}\.so", got["cpu"])
+    assert re.fullmatch(r"delta-sm_90-[0-9a-f]{24}\.cubin", got["gpu"])
+
+
+def test_keys_do_not_depend_on_the_place(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = names(monkeypatch)
+    monkeypatch.setattr(source, "KERNEL_ROOT", ROOT / "kernels")
+    assert names(monkeypatch) == copied
+
+
+def test_an_edited_source_has_another_key(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = names(monkeypatch)
+    used = {
+        "cpu": {p for n in ("host/cuda.h", "host/entry.h") for p in _files(n, ("host", "."))}
+        | set(_files("attention/delta.cu", ("host", "."))),
+        "gpu": set(_files("attention/delta.cu", (".",))),
+    }
+    assert kernels / "parts" / "types.cuh" in used["cpu"] & used["gpu"]
+    assert kernels / "hw" / "convert.cuh" in used["gpu"] - used["cpu"]
+    assert kernels / "host" / "hw" / "convert.cuh" in used["cpu"] - used["gpu"]
+    for path in sorted(kernels.rglob("*")):
+        if path.is_file():
+            text = path.read_bytes()
+            path.write_bytes(text + b"\n// edited\n")
+            after = names(monkeypatch)
+            for machine in ("cpu", "gpu"):
+                changed = after[machine] != before[machine]
+                assert changed == (path in used[machine]), f"{machine}: {path}"
+            path.write_bytes(text)
+    assert names(monkeypatch) == before
+
+
+def _files(name: str, includes: tuple[str, ...]) -> list[Path]:
+    return source.files(name, includes, source.KERNEL_ROOT)
+
+
+def test_all_that_is_included_is_found(kernels: Path) -> None:
+    """By the compiler's own account: -MM lists what it read."""
+    text = compile.translation_unit(PLAN, cpu=True)
+    unit = kernels.parent / "unit.cpp"
+    unit.write_text(text)
+    command = [*host.find_compiler().command, "-std=c++17", "-MM", str(unit)]
+    command += [f"-I{kernels / folder}" for folder in source.HOST_INCLUDES]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    read = {Path(word).resolve() for word in output.replace("\\\n", " ").split()[2:]}
+    found = [
+        path
+        for name in ("host/cuda.h", "attention/delta.cu", "host/entry.h")
+        for path in _files(name, source.HOST_INCLUDES)
+    ]
+    assert read == set(found)
+
+
+def test_a_missing_source_is_named(kernels: Path) -> None:
+    (kernels / "parts" / "types.cuh").unlink()
+    with pytest.raises(FileNotFoundError, match=r"kernel source 'parts/types\.cuh' is not in"):
+        compile.host_library(PLAN)
+
+
+def test_options_and_versions_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = names(monkeypatch)
+    compiler = host.find_compiler()
+    for patched, name, value, machine in [
+        (host, "flags", lambda compiler, kernel: ("-O3",), "cpu"),
+        (host, "find_compiler", lambda: host.Compiler(("g++",), compiler.version + "1"), "cpu"),
+        (host, "find_compiler", lambda: host.Compiler(("other",), compiler.version), "cpu"),
+        (compile, "_nvrtc_options", lambda device: ("-O1",), "gpu"),
+        (compile, "nvrtc_version", lambda: (99, 0), "gpu"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, name, value)
+            after = names(patch)
+        other = "gpu" if machine == "cpu" else "cpu"
+        assert after[machine] != before[machine] and after[other] == before[other]
+    architectures = {
+        compile._nvrtc_options(device.architecture(*c)) for c in [(7, 5), (8, 0), (9, 0)]
+    }
+    assert len(architectures) == 3
+
+
+def test_plans_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "cached", lambda name, build: Path(name))
+    plans = {
+        plan
+        for dtype in DTYPES.values()
+        for head_dim in (8, 64, 128)
+        for direction in ("forward", "backward")
+        for plan in select.choose(direction, dtype, head_dim, head_dim, device.CPU)
+    }
+    assert len({compile.host_library(plan) for plan in plans}) == len(plans)
+    assert len({compile.cubin(plan, SM90) for plan in plans}) == len(plans)
+
+
+# --- nothing to compile with ---------------------------------------------------------------------
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(host, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError) as caught:
+        attend()
+    message = str(caught.value)
+    assert "needs a C++ compiler: install one (`pip install ziglang`" in message
+    assert "CXX" in message and "\n" not in message
+    monkeypatch.undo()
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    assert np.isfinite(attend()).all()  # once there is one, the same process goes on
+
+
+@pytest.mark.parametrize("chosen", ["/no/such/compiler", "false", "true", "g++ 'unfinished"])
+def test_a_broken_compiler_is_not_replaced(monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
+    monkeypatch.setenv("CXX", chosen)
+    with pytest.raises(RuntimeError, match=r"^the C\+\+ compiler that \$CXX names does not work: "):
+        attend()
+
+
+def test_a_chosen_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = host.find_compiler()
+    monkeypatch.setenv("CXX", f"{' '.join(plain.command)} -DCHOSEN")
+    clear()
+    assert host.find_compiler().command == (*plain.command, "-DCHOSEN")
+    assert np.isfinite(attend()).all()
+
+
+# --- NVRTC, which needs no GPU --------------------------------------------------------------------
+
+
+def test_cubins_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = compile.cubin(PLAN, SM90)
+    assert path.parent == folder and path.read_bytes()[:4] == b"\x7fELF"
+    monkeypatch.setattr(compile, "compile_cubin", never)
+    assert compile.cubin(PLAN, SM90) == path
+
+
+def test_an_architecture_that_nvrtc_does_not_know() -> None:
+    future = device.Device("GeForce 9999", (99, 0), 100, 65536, 65536)
+    with pytest.raises(RuntimeError) as caught:
+        compile.compile_cubin("", "delta", future)
+    message = str(caught.value)
+    for part in ("NVRTC ", "GeForce 9999", "compute capability 99.0", "pip install -U nvidia-cuda"):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_source_that_does_not_compile_shows_the_log() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)^delta does not compile for sm_90:\n.*nonsense"):
+        compile.compile_cubin("nonsense", "delta", SM90)
+
+
+def test_no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import nvrtc
+
+    def missing() -> None:
+        raise RuntimeError("libnvrtc.so.13 is not here")
+
+    monkeypatch.setattr(nvrtc, "getVersion", missing)
+    with pytest.raises(RuntimeError) as caught:
+        compile.cubin(PLAN, SM90)
+    message = str(caught.value)
+    for part in ("NVRTC", "libnvrtc.so.13", "pip install nvidia-cuda-nvrtc", "nvrtc-cu12"):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import runtime
+
+    facts = {"major": 7, "minor": 0, "name": b"Tesla V100"}
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda index: facts)
+    device.gpu.cache_clear()
+    message = r"^Tesla V100 has compute capability 7\.0, and cuflash needs 7\.5 \(Turing\) or later"
+    with pytest.raises(RuntimeError, match=message):
+        device.gpu(0)
+
+
+# --- imports and locales --------------------------------------------------------------------------
+
+
+def test_import_does_nothing(tmp_path: Path) -> None:
+    code = """
+import os, sys
+import cuflash
+for name in ("cupy", "ml_dtypes", "torch", "jax"):
+    assert name not in sys.modules, name
+"""
+    variables = dict(HOME=str(tmp_path), XDG_CACHE_HOME=None, TMPDIR=str(tmp_path))
+    result = run(code, "-W", "error", CUFLASH_CACHE_DIR=None, CXX="/no/such", **variables)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == result.stderr == "" and list(tmp_path.iterdir()) == []
+
+
+def test_numpy_arrays_need_neither_cupy_nor_ml_dtypes() -> None:
+    code = """
+import sys
+sys.modules["cupy"] = sys.modules["ml_dtypes"] = None  # an import of them fails
+import numpy as np, cuflash
+x = np.ones((5, 2, 8), "f4")
+out, vjp = cuflash.attention_vjp(x, x, x)
+vjp(out)
+"""
+    result = run(code, "-W", "error", CUFLASH_CACHE_DIR=None)
+    assert result.returncode == 0, result.stderr
+
+
+def test_kernels_are_read_in_any_locale(kernels: Path) -> None:
+    """Sources are UTF-8, whatever the machine speaks."""
+    with (kernels / "parts" / "types.cuh").open("a", encoding="utf-8") as file:
+        file.write("// Gauß\n")
+    code = """
+import locale, os, pathlib
+import numpy as np, cuflash
+from cuflash import compile, device, select, source
+from cuflash.dtypes import DTYPES
+source.KERNEL_ROOT = pathlib.Path(os.environ["KERNELS"])
+assert locale.getpreferredencoding(False).lower().replace("-", "") != "utf8"
+x = np.ones((5, 2, 8), "f4")
+assert (cuflash.attention(x, x, x) == 1).all()
+for plan in select.choose("forward", DTYPES["float32"], 8, 8, device.architecture(9, 0)):
+    compile.cubin(plan, device.architecture(9, 0))
+"""
+    variables = dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", KERNELS=str(kernels))
+    result = run(code, "-X", "utf8=0", **variables)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_folder_with_a_strange_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "with space 'and' ü"))
+    assert np.isfinite(attend()).all()
+    assert (tmp_path / "with space 'and' ü").is_dir()

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a GPU has: streams, graphs, the memory pool, other libraries' device arrays."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from check import Inputs, check_backward, check_forward
+from conftest import Backend
+
+import cuflash
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = dict(q=(2, 100, 4, 40), k=(2, 150, 2, 40), v=(2, 150, 2, 40), dout=(2, 100, 4, 40))
+NAMES = tuple(SHAPES)
+
+
+class Call:
+    """A call whose inputs stay where they are while their values change."""
+
+    def __init__(self, backend: Backend, dtype: Any = np.float32) -> None:
+        self.backend, self.dtype = backend, np.dtype(dtype)
+        self.arrays = {name: backend.xp.empty(shape, dtype) for name, shape in SHAPES.items()}
+        self.fill(np.nan)
+
+    def fill(self, value: float) -> None:
+        self.set({name: np.full(s, value, self.dtype) for name, s in SHAPES.items()})
+
+    def set(self, values: dict[str, np.ndarray]) -> None:
+        """Change the values; they are there when this returns."""
+        for name, x in values.items():
+            self.arrays[name].data.copy_from_host(x.ctypes.data, x.nbytes)
+
+    def random(self, seed: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        return {name: rng.normal(size=s).astype(self.dtype) for name, s in SHAPES.items()}
+
+    def run(self, **workspace: Any) -> SimpleNamespace:
+        q, k, v, dout = self.arrays.values()
+        out, lse, vjp = cuflash.attention_vjp(q, k, v, causal=True, return_lse=True)
+        return SimpleNamespace(out=out, lse=lse, grads=vjp(dout, **workspace))
+
+    @property
+    def workspace_bytes(self) -> int:
+        batch, seq, heads, _ = SHAPES["q"]
+        return batch * seq * heads * (8 if self.dtype == np.float64 else 4)
+
+
+def check(got: SimpleNamespace, values: dict[str, np.ndarray]) -> None:
+    inputs = Inputs(**values, causal=True)
+    check_forward(got.out, got.lse, inputs)
+    check_backward(got.grads, inputs)
+
+
+class Spin:
+    """A kernel that keeps a stream busy."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.xp = backend.xp
+
+    @cached_property
+    def _kernel(self) -> Any:
+        return self.xp.RawKernel(
+            r"""extern "C" __global__ void spin(long long cycles) {
+                const long long start = clock64();
+                while (clock64() - start < cycles) {}
+            }""",
+            "spin",
+        )
+
+    def __call__(self, milliseconds: int) -> None:
+        self._kernel((1,), (1,), (np.int64(milliseconds * 2_000_000),))  # at about 2 GHz
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+def test_the_current_stream_is_used_and_nobody_waits(backend: Backend) -> None:
+    call, spin = Call(backend), Spin(backend)
+    values = call.random(0)
+    source = {name: backend.array(x) for name, x in values.items()}
+    stream = backend.xp.cuda.Stream(non_blocking=True)
+
+    def go(milliseconds: int) -> tuple[SimpleNamespace, bool]:
+        backend.xp.cuda.Device().synchronize()
+        with stream:
+            spin(milliseconds)
+            for name, x in source.items():
+                backend.xp.copyto(call.arrays[name], x)
+            got = call.run()
+            return got, stream.done
+
+    go(0)  # compiles everything
+    call.fill(np.nan)
+    got, done = go(300)
+    assert not done, "the call waited for the stream"
+    stream.synchronize()
+    check(got, values)
+
+
+def test_the_null_stream_is_not_involved(backend: Backend) -> None:
+    """A busy default stream does not hold a non-blocking stream up."""
+    call, spin = Call(backend), Spin(backend)
+    values = call.random(0)
+    call.set(values)
+    stream = backend.xp.cuda.Stream(non_blocking=True)
+    with stream:
+        call.run()
+    spin(0)
+    backend.xp.cuda.Device().synchronize()
+    spin(300)
+    with stream:
+        got = call.run()
+    stream.synchronize()
+    assert not backend.xp.cuda.Stream.null.done, "the stream waited for the default stream"
+    backend.xp.cuda.Device().synchronize()
+    check(got, values)
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_workspace", [False, True], ids=["scratch", "workspace"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_a_captured_call_can_be_replayed(backend: Backend, dtype: Any, own_workspace: bool) -> None:
+    xp = backend.xp
+    call = Call(backend, dtype)
+    call.set(call.random(0))
+    options = {}
+    if own_workspace:
+        options["workspace"] = xp.full(call.workspace_bytes, 255, np.uint8)
+    pool = xp.cuda.MemoryPool()
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.Device().synchronize()
+    with xp.cuda.using_allocator(pool.malloc), stream:
+        call.run(**options)  # compiles; what it took goes back to the pool
+        stream.synchronize()
+        stream.begin_capture()
+        got = call.run(**options)
+        graph = stream.end_capture()
+        # Whatever the pool gives away now is not the graph's. Blocks of all sizes that it used.
+        sizes = [x.nbytes for x in (got.out, got.lse, *got.grads)] + [call.workspace_bytes]
+        others = [xp.full(size // 4, np.nan, np.float32) for size in sizes for _ in range(4)]
+        stream.synchronize()
+    for seed in (1, 2):
+        values = call.random(seed)
+        call.set(values)
+        for x in (got.out, got.lse, *got.grads):
+            x.fill(np.nan)
+        xp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        check(got, values)
+        for x in others:
+            assert np.isnan(x.get()).all(), "the graph wrote to memory that is no longer its own"
+
+
+def test_results_of_a_captured_call_can_be_given(backend: Backend) -> None:
+    """With out= and workspace= a captured call takes no memory at all."""
+    xp = backend.xp
+    call = Call(backend)
+    call.set(call.random(0))
+    q, k, v, dout = call.arrays.values()
+    to = SimpleNamespace(
+        out=xp.empty_like(dout),
+        lse=xp.empty((2, 4, 100), np.float32),
+        grads=cuflash.Gradients(*map(xp.empty_like, (q, k, v))),
+    )
+    workspace = xp.empty(call.workspace_bytes, np.uint8)
+
+    def run() -> None:
+        cuflash.attention(q, k, v, causal=True, return_lse=True, out=(to.out, to.lse))
+        cuflash.attention_backward(
+            *(dout, q, k, v, to.out, to.lse),
+            **dict(causal=True, out=tuple(to.grads), workspace=workspace),
+        )
+
+    pool = xp.cuda.MemoryPool()
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.Device().synchronize()
+    with xp.cuda.using_allocator(pool.malloc), stream:
+        run()
+        stream.synchronize()
+        stream.begin_capture()
+        run()
+        graph = stream.end_capture()
+    assert pool.total_bytes() == 0
+    for seed in (1, 2):
+        values = call.random(seed)
+        call.set(values)
+        graph.launch(stream)
+        stream.synchronize()
+        check(to, values)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def taken(backend: Backend, run: Any) -> int:
+    """The most bytes that a function had from the pool at a time."""
+    pool = backend.xp.cuda.MemoryPool()
+    with backend.xp.cuda.using_allocator(pool.malloc):
+        kept = run()
+        backend.xp.cuda.Device().synchronize()
+    del kept
+    return pool.total_bytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_memory_is_the_results_and_the_documented_scratch(backend: Backend, dtype: Any) -> None:
+    call = Call(backend, dtype)
+    call.set(call.random(0))
+    q, k, v, dout = call.arrays.values()
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+
+    def blocks(*sizes: int) -> int:
+        return sum(-(-size // 512) * 512 for size in sizes)
+
+    def backward(**options: Any) -> Any:
+        return cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+
+    assert taken(backend, lambda: cuflash.attention(q, k, v)) == blocks(out.nbytes)
+    both = taken(backend, lambda: cuflash.attention(q, k, v, return_lse=True))
+    assert both == blocks(out.nbytes, lse.nbytes)
+    assert taken(backend, lambda: cuflash.attention(q, k, v, out=out)) == 0
+    gradients = q.nbytes, k.nbytes, v.nbytes
+    assert taken(backend, backward) == blocks(*gradients, call.workspace_bytes)
+    workspace = backend.xp.empty(call.workspace_bytes, np.uint8)
+    assert taken(backend, lambda: backward(workspace=workspace)) == blocks(*gradients)
+    to = tuple(map(backend.xp.empty_like, (q, k, v)))
+    assert taken(backend, lambda: backward(out=to, workspace=workspace)) == 0
+
+
+# --- arrays that offer __cuda_array_interface__ and nothing else ---------------------------------
+
+
+class Interface:
+    """A device array of some other library."""
+
+    def __init__(self, x: Any, **changes: Any) -> None:
+        self.x = x
+        shown = {**x.__cuda_array_interface__, **changes}
+        self.__cuda_array_interface__ = {k: v for k, v in shown.items() if v is not ...}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stream": ..., "version": 2},
+        {"stream": None},
+        {"stream": 1},  # the legacy default stream
+        {"stream": 2},  # the per-thread default stream
+        {"strides": None},
+    ],
+    ids=str,
+)
+def test_interfaces_come_in(backend: Backend, changes: dict[str, Any], dtype: Any) -> None:
+    call = Call(backend, dtype)
+    values = call.random(0)
+    call.set(values)
+    backend.xp.cuda.Device().synchronize()
+    plain = dict(call.arrays)
+    call.arrays = {name: Interface(x, **changes) for name, x in plain.items()}
+    got = call.run()
+    assert type(got.out) is backend.xp.ndarray
+    check(got, values)
+    to = Interface(backend.xp.empty_like(got.out), **changes)
+    q, k, v, _ = call.arrays.values()
+    assert cuflash.attention(q, k, v, causal=True, out=to) is to
+    check_forward(to.x, None, Inputs(**values, causal=True))
+    with pytest.raises(ValueError, match=r"^out: shares memory with q"):
+        cuflash.attention(q, k, v, out=Interface(plain["q"]))
+
+
+def test_interfaces_of_strided_and_empty_arrays(backend: Backend) -> None:
+    x = backend.array(np.random.default_rng(0).normal(size=(9, 4, 16)).astype("f4"))
+    for view in (x[::-1, ::2], x[::2, ::-1, ::-2], x.transpose(1, 0, 2)):
+        plain = cuflash.attention(view, view, view)
+        wrapped = Interface(view)
+        got = cuflash.attention(wrapped, wrapped, wrapped)
+        np.testing.assert_array_equal(got.get(), plain.get())
+    for view in (x[:0], x[:, :0]):
+        wrapped = Interface(view, data=(0, False))
+        assert cuflash.attention(wrapped, wrapped, wrapped).shape == view.shape
+
+
+def test_the_stream_of_an_interface_is_awaited(backend: Backend) -> None:
+    xp = backend.xp
+    call, spin = Call(backend), Spin(backend)
+    values = call.random(0)
+    source = {name: backend.array(x) for name, x in values.items()}
+    plain = dict(call.arrays)
+    producer, consumer = (xp.cuda.Stream(non_blocking=True) for _ in range(2))
+    call.arrays = {name: Interface(x, stream=producer.ptr) for name, x in plain.items()}
+
+    def go(milliseconds: int) -> tuple[SimpleNamespace, bool]:
+        xp.cuda.Device().synchronize()
+        with producer:
+            spin(milliseconds)
+            for name, x in source.items():
+                xp.copyto(plain[name], x)
+        with consumer:
+            got = call.run()
+            return got, consumer.done
+
+    go(0)
+    for x in plain.values():
+        x.fill(np.nan)
+    got, done = go(300)
+    assert not done, "the host waited for the producer"
+    consumer.synchronize()
+    check(got, values)
+
+
+def test_interfaces_that_do_not_come_in(backend: Backend) -> None:
+    x = backend.xp.zeros((3, 2, 8), np.float16)
+    for typestr in ("|V2", "<V2"):
+        with pytest.raises(TypeError, match=r"^q: Interface shows raw bytes .* bfloat16 cannot be"):
+            cuflash.attention(Interface(x, typestr=typestr), x, x)
+    with pytest.raises(TypeError, match=r"^k: a masked array"):
+        cuflash.attention(x, Interface(x, mask=Interface(x)), x)
+    start = x.__cuda_array_interface__["data"][0]
+    with pytest.raises(ValueError, match=r"^v: its elements are not aligned to their size of 2"):
+        cuflash.attention(x, x, Interface(x[:-1], data=(start + 1, False)))
+    with pytest.raises(TypeError, match=r"^q: expected dtype float16, .*, got int16"):
+        cuflash.attention(Interface(x, typestr="<i2"), x, x)
+
+
+# --- CuPy arrays that do not come in -------------------------------------------------------------
+
+
+def test_unaligned_arrays_are_errors(backend: Backend) -> None:
+    xp = backend.xp
+    x = xp.zeros((3, 2, 8), np.float32)
+    memory = xp.zeros(x.nbytes + 1, np.uint8)
+    odd = xp.ndarray(x.shape, x.dtype, memory.data + 1)
+    message = r": its elements are not aligned to their size of 4 bytes; expected an aligned array"
+    with pytest.raises(ValueError, match="^q" + message):
+        cuflash.attention(odd, x, x)
+    with pytest.raises(ValueError, match="^out" + message):
+        cuflash.attention(x, x, x, out=odd)
+    records = xp.ndarray((2, 2, 8), x.dtype, memory.data, (33, 16, 2))
+    with pytest.raises(ValueError, match="^k" + message):
+        cuflash.attention(x, records, x)
+
+
+def test_places_do_not_mix(backend: Backend) -> None:
+    there = backend.xp.zeros((3, 2, 8), np.float32)
+    here = there.get()
+    place = r": expected an array in the same place as q "
+    with pytest.raises(TypeError, match=f"^k{place}\\(GPU 0\\), got one in host memory"):
+        cuflash.attention(there, here, here)
+    with pytest.raises(TypeError, match=f"^v{place}\\(host memory\\), got one in GPU 0"):
+        cuflash.attention(here, here, there)
+    with pytest.raises(TypeError, match=f"^out{place}\\(GPU 0\\), got one in host memory"):
+        cuflash.attention(there, there, there, out=here)
+    out, lse = cuflash.attention(there, there, there, return_lse=True)
+    with pytest.raises(TypeError, match=f"^lse{place}"):
+        cuflash.attention_backward(out, there, there, there, out, lse.get())
+    with pytest.raises(TypeError, match=f"^workspace{place}"):
+        workspace = np.empty(1000, np.uint8)
+        cuflash.attention_backward(out, there, there, there, out, lse, workspace=workspace)
+    with pytest.raises(TypeError, match=r"^scale: expected a real number on the host"):
+        cuflash.attention(there, there, there, scale=backend.xp.ones((), np.float32))
+
+
+def test_another_gpu(backend: Backend) -> None:
+    """The arrays' GPU is used, whichever is the current one."""
+    xp = backend.xp
+    if xp.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("this machine has one GPU")
+    here = Call(backend)
+    with xp.cuda.Device(1):
+        there = Call(backend)
+        values = there.random(0)
+        there.set(values)
+        xp.cuda.Device().synchronize()
+    with xp.cuda.Device(0):
+        got = there.run()
+        for x in (got.out, got.lse, *got.grads):
+            assert x.device.id == 1
+        assert xp.cuda.Device().id == 0
+    xp.cuda.Device(1).synchronize()
+    check(got, values)
+    with pytest.raises(ValueError, match=r"^k: expected an array in the same place as q \(GPU 1\)"):
+        cuflash.attention(there.arrays["q"], here.arrays["k"], here.arrays["v"])
+
+
+# --- other libraries -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_torch_tensors(backend: Backend, dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    call = Call(backend, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    values = call.random(0)
+    call.arrays = {
+        name: torch.tensor(x.astype(np.float64)).to("cuda", getattr(torch, dtype))
+        for name, x in values.items()
+    }
+    check(call.run(), values)
+    q, k, v, _ = call.arrays.values()
+    out = torch.empty_like(call.arrays["dout"])
+    assert cuflash.attention(q, k, v, causal=True, out=out) is out
+    written = out.to("cpu", torch.float64).numpy().astype(call.dtype)
+    check_forward(written, None, Inputs(**values, causal=True))
+    with pytest.raises(TypeError, match=r"^q: Tensor does not come in through DLPack: "):
+        cuflash.attention(q.requires_grad_(), k, v)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_jax_arrays(backend: Backend, dtype: str) -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this jax has no CUDA")
+    call = Call(backend, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    values = call.random(0)
+    call.arrays = {name: jax.numpy.asarray(x) for name, x in values.items()}
+    check(call.run(), values)
