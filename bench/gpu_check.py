@@ -37,7 +37,16 @@ from bench.machine import ROOT
 
 RESULTS = ROOT / "bench" / "results" / "gpu-check.json"
 PARTS = ("tests", "sanitize", "speed", "memory", "host")
-TIMEOUTS = {"compile": 120, "tests": 270, "sanitize": 240, "speed": 120, "memory": 110, "host": 40}
+TIMEOUTS = {  # seconds
+    "machine": 60,
+    "compile": 120,
+    "tests": 270,
+    "sanitize": 240,
+    "planted": 90,
+    "speed": 120,
+    "memory": 110,
+    "host": 40,
+}
 
 #: The tools with their own options, and the kernel of planted.cu that each must report. Errors of
 #: API calls are not looked for: CuPy checks every call, and probes for what a driver lacks.
@@ -80,6 +89,7 @@ def sources(root: Path = ROOT) -> dict[str, str]:
     return {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in sorted(found)
+        if path.is_file()
     }
 
 
@@ -273,7 +283,9 @@ def sanitize_jobs(sanitizer: str) -> list[Job]:
             # Each has ports of its own to talk to its program.
             command += [f"--port={49200 + 20 * len(found)}", "--launch-timeout=60", *options]
             command += [*python("bench.sanitize"), *more]
-            found.append(Job(name, command, TIMEOUTS["sanitize"] / (2 if more else 1), threads(2)))
+            found.append(
+                Job(name, command, TIMEOUTS["planted" if more else "sanitize"], threads(2))
+            )
     return found
 
 
@@ -321,7 +333,7 @@ class Check:
 
     def prepare(self, deadline: float) -> None:
         """Read what the machine is, and compile what the parts have in common."""
-        facts = Job("machine", python("bench.machine"), 60)
+        facts = Job("machine", python("bench.machine"), TIMEOUTS["machine"])
         compilation = Job("compile", python("bench.sanitize", "--compile"), TIMEOUTS["compile"])
         first = [facts, compilation] if {"tests", "sanitize"} & set(self.wanted) else [facts]
         for outcome in jobs.run(first, deadline):
@@ -440,7 +452,7 @@ def main() -> int:
         help="parts to run, with commas; others are kept if they ran with these sources",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the record's file")
-    parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=480, help="seconds for everything")
     parser.add_argument("--workers", type=int, default=8, help="processes for the tests")
     parser.add_argument("--all-tests", action="store_true", help="also those that need no GPU")
     arguments = parser.parse_args()

@@ -25,7 +25,7 @@ def calls() -> dict[str, Callable[[], Any]]:
 
     import cuflash
 
-    q, k, v, dout = (cupy.random.standard_normal((1, 16, 2, 64), dtype="f4") for _ in range(4))
+    q, k, v, dout = (cupy.random.standard_normal((1, 16, 2, 64), dtype="float32") for _ in range(4))
     out, lse = cuflash.attention(q, k, v, return_lse=True)
     to = cupy.empty_like(out)
     grads = tuple(cupy.empty_like(x) for x in (q, k, v))

@@ -60,15 +60,19 @@ class _Running:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), **job.env}
         if os.environ.get("PYTHONPATH"):
             environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
-        self.process: subprocess.Popen[Any] = subprocess.Popen(
-            job.command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self.file,
-            stderr=subprocess.STDOUT,
-            preexec_fn=os.setpgrp,  # its children die with it
-        )
+        try:
+            self.process: subprocess.Popen[Any] = subprocess.Popen(
+                job.command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self.file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=os.setpgrp,  # its children die with it
+            )
+        except OSError:
+            self.file.close()
+            raise
 
     @property
     def seconds(self) -> float:

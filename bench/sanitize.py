@@ -165,7 +165,9 @@ def run(case: Case, dtype: str) -> None:
         out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
         plain = cuflash.attention(q, k, v, **options)
         grads = cuflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
-        assert check.host(plain).tobytes() == check.host(out).tobytes(), "the same call gave other bits"
+        assert check.host(plain).tobytes() == check.host(out).tobytes(), (
+            "the same call gave other bits"
+        )
         check.check_forward(out, lse, inputs)
         check.check_backward(grads, inputs)
         return
@@ -234,10 +236,13 @@ def plans(where: Any) -> Iterator[Any]:
         for dtype in DTYPES:
             for direction in ("forward", "backward"):
                 yield from select.choose(direction, ROWS[dtype], *case.head_dims, where)
-    import matrix
+    try:
+        import matrix
 
-    for row in matrix.ROWS:
-        yield from (*row.forward, *row.backward)
+        for row in matrix.ROWS:
+            yield from (*row.forward, *row.backward)
+    except (ImportError, AttributeError) as reason:  # they compile their own, then
+        print(f"plans of the tests are left out: {reason}", flush=True)
 
 
 def compile_all(arch: str | None, workers: int) -> int:

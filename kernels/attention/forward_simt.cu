@@ -13,9 +13,9 @@
 //     registers:    scores += Q K^T | softmax | result += P V
 //
 // Each chunk costs two block barriers (tile::stage): everybody has finished with the previous one;
-// the new one is stored. They order the uses of smem.probabilities as well. Other blocks of the same
-// multiprocessor compute meanwhile; loading a chunk ahead into registers was measured, and is slower
-// since it leaves room for fewer of them (docs/measured.md).
+// the new one is stored. They order the uses of smem.probabilities as well. Other blocks of the
+// same multiprocessor compute meanwhile; loading a chunk ahead into registers was measured, and is
+// slower since it leaves room for fewer of them (docs/measured.md).
 //
 // Budget: registers hold kTileQ * (kTileKv + padded head_dim_v) / threads accumulators; the tile
 // shapes in cuflash/arch/simt.py keep that below the spill limit.

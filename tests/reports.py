@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ordinary calls with one thing changed, run into memory full of NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from check import Inputs, check_backward, check_forward
+from conftest import Backend
+from run import on
+
+import cuflash
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+ARRAYS = ("q", "k", "v", "dout")
+
+
+def turns(
+    names: str, *values: Iterable[Any], dtypes: tuple[str, ...] = DTYPES
+) -> pytest.MarkDecorator:
+    """Parametrize by `names` and "dtype": the first row in every dtype, the others in turn."""
+    rows = list(itertools.product(*values))
+    cases = [(*rows[0], dtype) for dtype in dtypes]
+    cases += [(*row, dtypes[i % len(dtypes)]) for i, row in enumerate(rows[1:])]
+    return pytest.mark.parametrize(f"{names},dtype", cases)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: str, size: float = 1.0) -> np.ndarray:
+    x = size * np.random.default_rng(seed).standard_normal(shape)
+    return x.astype(np.dtype(dtype))
+
+
+def call(
+    lengths: tuple[int, int],
+    *,
+    heads: tuple[int, int] = (2, 2),
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    batch: int = 1,
+    dtype: str = "float16",
+    size: float = 1.0,
+    backward: bool = True,
+    **options: Any,
+) -> Inputs:
+    """Return an ordinary call; `lengths` and `heads` are those of queries and keys."""
+    (sq, sk), (hq, hkv) = lengths, heads
+    dv = head_dim if head_dim_v is None else head_dim_v
+    return Inputs(
+        normal(0, (batch, sq, hq, head_dim), dtype, size),
+        normal(1, (batch, sk, hkv, head_dim), dtype, size),
+        normal(2, (batch, sk, hkv, dv), dtype, size),
+        normal(3, (batch, sq, hq, dv), dtype) if backward else None,
+        **options,
+    )
+
+
+def changed(inputs: Inputs, change: Callable[[np.ndarray], np.ndarray], *names: str) -> Inputs:
+    """Return a call with some of its arrays replaced by what a function makes of them."""
+    return dataclasses.replace(inputs, **{n: change(getattr(inputs, n)) for n in names or ARRAYS})
+
+
+class Results(NamedTuple):
+    """Host arrays; without a dout there are no gradients."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+def run(
+    backend: Backend, inputs: Inputs, place: Callable[..., Any] | None = None, old: float = np.nan
+) -> Results:
+    """Run both passes. They write to what ``place(shape, dtype)`` returns, or to fresh memory.
+
+    Fresh memory, results and scratch, is full of `old`.
+    """
+    i = on(backend, inputs)
+    accum = np.dtype("f8" if inputs.dtype == np.float64 else "f4")
+    *batch, a, b, _ = i.q.shape
+    rows = (*batch, b, a) if inputs.layout == "bshd" else (*batch, a, b)
+    fresh = lambda shape, dtype: backend.array(np.full(shape, old, dtype))
+    place = place or fresh
+    to_out = place((*i.q.shape[:-1], i.v.shape[-1]), inputs.dtype), place(rows, accum)
+    out, lse = cuflash.attention(i.q, i.k, i.v, return_lse=True, out=to_out, **i.options)
+    host = backend.host
+    if i.dout is None:
+        return Results(host(out), host(lse), *[None] * 3)  # type: ignore[list-item]
+    to = tuple(place(x.shape, inputs.dtype) for x in (i.q, i.k, i.v))
+    workspace = fresh(rows, accum).reshape(-1).view(np.uint8)
+    grads = cuflash.attention_backward(
+        *(i.dout, i.q, i.k, i.v, out, lse),
+        **dict(dlse=i.dlse, out=to, workspace=workspace),
+        **i.options,
+    )
+    return Results(host(out), host(lse), *map(host, grads))
+
+
+def solve(backend: Backend, inputs: Inputs, place: Callable[..., Any] | None = None) -> Results:
+    """Run both passes and compare them with the reference."""
+    results = run(backend, inputs, place)
+    check(results, inputs)
+    return results
+
+
+def check(results: Results, inputs: Inputs) -> None:
+    check_forward(results.out, results.lse, inputs)
+    if inputs.dout is not None:
+        check_backward(cuflash.Gradients(*results[2:]), inputs)
+
+
+def same(results: Results, others: Results) -> None:
+    """Assert equality of every bit."""
+    for name, x, y in zip(Results._fields, results, others, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape, name
+        assert np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes(), name
