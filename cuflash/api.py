@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays, launch
+from .arrays import View
 from .gradients import Gradients
 from .problem import Arrays, Problem, read, read_backward, read_destination, read_flag
 
@@ -191,10 +192,10 @@ def attention_backward(
 
     Notes
     -----
-    With ``P = exp(score - lse)`` and ``delta[i] = sum_d dout[i, d] output[i, d] - dlse[i]``::
+    With ``P = exp(score - lse)`` and ``delta[i] = sum_d dout[i, d] * output[i, d]``::
 
-        dv = P.T @ dout        dP = dout @ v.T        dscore = P * (dP - delta[:, None])
-        dq = scale * dscore @ k                       dk = scale * dscore.T @ q
+        dv = P.T @ dout    dP = dout @ v.T    dscore = P * (dP - delta[:, None] + dlse[:, None])
+        dq = scale * dscore @ k               dk = scale * dscore.T @ q
 
     (Dao et al., 2022, arXiv:2205.14135, section B.2). All sums have a fixed order: the same call
     gives the same bits. Grouped heads are summed in float32 (float64 for float64), rounded once.
@@ -214,15 +215,16 @@ def _forward(problem: Problem, inputs: Arrays, want_lse: bool, out: Any) -> tupl
                 f"got a tuple of {len(out)}"
             )
         to_out, to_lse = out
-    shape = layout.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
-    result = read_destination("out", to_out, shape, inputs.q.dtype, inputs)
-    lse = None
-    if want_lse:
-        rows = layout.row_shape(p.batch, p.heads_q, p.seqlen_q)
-        lse = read_destination("lse of out", to_lse, rows, p.dtype.accum, inputs)
-        _apart("lse of out", lse, to_lse, "out", result)
-    launch.forward(problem, inputs, result, lse)
-    return (result if to_out is None else to_out), (lse if to_lse is None else to_lse)
+    with arrays.on(inputs.device):
+        shape = layout.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
+        result = read_destination("out", to_out, shape, inputs.q.dtype, inputs)
+        lse = None
+        if want_lse:
+            rows = layout.row_shape(p.batch, p.heads_q, p.seqlen_q)
+            lse = read_destination("lse of out", to_lse, rows, p.dtype.accum, inputs)
+            _apart("lse of out", lse, to_lse, "out", result)
+        launch.forward(problem, inputs, result, lse)
+    return _given(to_out, result), None if lse is None else _given(to_lse, lse)
 
 
 def _backward(problem: Problem, inputs: Arrays, out: Any, workspace: Any) -> Gradients:
@@ -231,36 +233,42 @@ def _backward(problem: Problem, inputs: Arrays, out: Any, workspace: Any) -> Gra
     if not isinstance(out, (tuple, list)) or len(out) != 3:
         raise TypeError(f"out: expected (dq, dk, dv), got {type(out).__name__}")
     names = ("dq", "dk", "dv")
-    results = []
-    for name, destination, x in zip(names, out, (inputs.q, inputs.k, inputs.v), strict=True):
-        result = read_destination(f"{name} of out", destination, x.shape, x.dtype, inputs)
-        for other, earlier in zip(names, results, strict=False):
-            _apart(f"{name} of out", result, destination, other, earlier)
-        results.append(result)
-    if workspace is not None:
-        workspace = _workspace(problem, inputs, workspace, dict(zip(names, results, strict=True)))
-    dq, dk, dv = results
-    launch.backward(problem, inputs, dq, dk, dv, workspace)
-    given = (x if y is None else y for x, y in zip(results, out, strict=True))
-    return Gradients(*given)
+    results: list[View] = []
+    with arrays.on(inputs.device):
+        for name, destination, x in zip(names, out, (inputs.q, inputs.k, inputs.v), strict=True):
+            result = read_destination(f"{name} of out", destination, x.shape, x.dtype, inputs)
+            for other, earlier in zip(names, results, strict=False):
+                _apart(f"{name} of out", result, destination, other, earlier)
+            results.append(result)
+        dq, dk, dv = results
+        scratch = None
+        if workspace is not None:
+            scratch = _workspace(problem, inputs, workspace, dict(zip(names, results, strict=True)))
+        launch.backward(problem, inputs, dq, dk, dv, scratch)
+    return Gradients(*(_given(y, x) for x, y in zip(results, out, strict=True)))
 
 
-def _apart(name: str, x: Any, destination: Any, other: str, y: Any) -> None:
+def _given(destination: Any, result: View) -> Any:
+    """Return the very object that the caller gave, as NumPy does, or the new array."""
+    return result.array if destination is None else destination
+
+
+def _apart(name: str, x: View, destination: Any, other: str, y: View) -> None:
     if destination is not None and arrays.overlap(x, y):
         raise ValueError(f"{name}: shares memory with {other}; pass another array")
 
 
-def _workspace(problem: Problem, inputs: Arrays, workspace: Any, results: dict[str, Any]) -> Any:
+def _workspace(problem: Problem, inputs: Arrays, workspace: Any, results: dict[str, View]) -> View:
     size = launch.workspace_bytes(problem)
-    given = arrays.adopt("workspace", workspace)
-    if given.ndim != 1 or given.dtype != np.uint8 or given.size < size:
+    x = arrays.adopt("workspace", workspace)
+    if x.ndim != 1 or x.dtype != np.uint8 or x.shape[0] < size:
         raise ValueError(
             f"workspace: expected a one-dimensional array of at least {size} uint8, "
-            f"got shape {given.shape} of {given.dtype}"
+            f"got shape {x.shape} of {x.dtype}"
         )
-    if arrays.pointer(given) % 16 or not given.flags.c_contiguous:
+    if x.address % 16 or not x.array.flags.c_contiguous:
         raise ValueError("workspace: expected a contiguous array aligned to 16 bytes")
-    x = read_destination("workspace", given, given.shape, given.dtype, inputs)
+    x = read_destination("workspace", workspace, x.shape, x.dtype, inputs)
     for other, y in results.items():
-        _apart("workspace", x, given, other, y)
+        _apart("workspace", x, workspace, other, y)
     return x

@@ -8,18 +8,48 @@ array that lives on a GPU shows up.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["adopt", "empty", "extent", "overlap", "place", "pointer", "self_overlap"]
+__all__ = ["View", "adopt", "empty", "extent", "on", "overlap", "self_overlap", "view"]
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 
 
-def adopt(name: str, x: Any) -> Any:
-    """Return `x` as a NumPy or CuPy array that shares its memory.
+class View(NamedTuple):
+    """A NumPy or CuPy array with what calls ask of it, looked up once.
+
+    CuPy makes a new tuple at each look at a shape, and calls look often.
+    """
+
+    array: Any
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    address: int  # of the first element
+    device: int | None  # index of the GPU; None: host memory
+    itemsize: int
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+
+def view(x: Any) -> View:
+    """Look at a NumPy or CuPy array."""
+    if isinstance(x, np.ndarray):
+        address = x.__array_interface__["data"][0]
+        return View(x, x.dtype, x.shape, x.strides, address, None, x.itemsize)
+    data = x.data
+    return View(x, x.dtype, x.shape, x.strides, data.ptr, data.device_id, x.itemsize)
+
+
+def adopt(name: str, x: Any) -> View:
+    """Look at any array as a NumPy or CuPy array that shares its memory.
 
     Raises
     ------
@@ -32,7 +62,7 @@ def adopt(name: str, x: Any) -> Any:
                 f"{name}: a masked array, whose mask would be ignored; pass its .data, or fill it"
             )
         # Strided views of packed records may have elements at odd addresses.
-        return x if x.flags.aligned else x.copy()
+        return view(x if x.flags.aligned else x.copy())
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return _aligned(name, x)
@@ -46,17 +76,20 @@ def adopt(name: str, x: Any) -> Any:
     )
 
 
-def _aligned(name: str, x: Any) -> Any:
-    size = x.itemsize
-    if x.data.ptr % size or any(stride % size for stride in x.strides):
+def _aligned(name: str, array: Any) -> View:
+    x = view(array)
+    bits = x.address
+    for stride in x.strides:
+        bits |= stride
+    if bits % x.itemsize:
         raise ValueError(
-            f"{name}: its elements are not aligned to their size of {size} bytes; "
+            f"{name}: its elements are not aligned to their size of {x.itemsize} bytes; "
             "expected an aligned array: copy the bytes into a fresh one"
         )
     return x
 
 
-def _from_dlpack(name: str, x: Any) -> Any:
+def _from_dlpack(name: str, x: Any) -> View:
     kind = x.__dlpack_device__()[0]
     try:
         if kind in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
@@ -109,24 +142,27 @@ def _from_cuda_interface(name: str, x: Any) -> Any:
     return cupy.ndarray(shape, dtype, start, strides)
 
 
-def place(x: Any) -> int | None:
-    """Return the index of the GPU that `x` lies on, None for host memory."""
-    return None if isinstance(x, np.ndarray) else x.data.device_id
+_NO_CHANGE = contextlib.nullcontext()
 
 
-def pointer(x: Any) -> int:
-    """Return the address of the first element."""
-    return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data.ptr
-
-
-def empty(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return an uninitialised array of the library (and, for CuPy, the device) of `like`."""
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype)
+def on(device: int | None) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU the current one, if it is not; its current stream and pool are then in use."""
+    if device is None:
+        return _NO_CHANGE
     import cupy
 
-    with like.device:
-        return cupy.empty(shape, dtype)
+    if cupy.cuda.runtime.getDevice() == device:
+        return _NO_CHANGE
+    return cupy.cuda.Device(device)
+
+
+def empty(like: View, shape: tuple[int, ...], dtype: Any) -> View:
+    """Return an uninitialised array of the library of `like`, on the current GPU."""
+    if like.device is None:
+        return view(np.empty(shape, dtype))
+    import cupy
+
+    return view(cupy.empty(shape, dtype))
 
 
 def _extent(
@@ -141,32 +177,31 @@ def _extent(
     return low, high + itemsize
 
 
-def extent(x: Any) -> tuple[int, int]:
+def extent(x: View) -> tuple[int, int]:
     """Return the addresses [low, high) that the elements of `x` lie within."""
-    if x.flags.c_contiguous:
-        address = pointer(x)
-        return address, address + x.nbytes
-    return _extent(pointer(x), x.shape, x.strides, x.itemsize)
+    if x.array.flags.c_contiguous:
+        return x.address, x.address + x.array.nbytes
+    return _extent(x.address, x.shape, x.strides, x.itemsize)
 
 
 class _Shape:
     """A stand-in for an array, for NumPy's solver of overlaps; its memory is never touched."""
 
-    def __init__(self, x: Any) -> None:
-        self.owner = x
+    def __init__(self, x: View) -> None:
+        self.owner = x.array
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"|V{x.itemsize}",
-            "data": (pointer(x), False),
+            "data": (x.address, False),
             "shape": x.shape,
             "strides": x.strides,
         }
 
 
-def overlap(x: Any, y: Any) -> bool:
+def overlap(x: View, y: View) -> bool:
     """Whether two arrays share an element, exactly (interleaved views do not)."""
     (low_x, high_x), (low_y, high_y) = extent(x), extent(y)
-    if high_x <= low_y or high_y <= low_x or place(x) != place(y):
+    if high_x <= low_y or high_y <= low_x or x.device != y.device:
         return False
     try:
         work: Any = 10**6  # NumPy's stubs know only two special values
@@ -175,11 +210,9 @@ def overlap(x: Any, y: Any) -> bool:
         return True
 
 
-def self_overlap(x: Any) -> bool:
+def self_overlap(x: View) -> bool:
     """Whether two elements of `x` may lie at one place, as in a broadcast view."""
-    if x.flags.c_contiguous:
-        return False
-    if x.size == 0:
+    if x.array.flags.c_contiguous or 0 in x.shape:
         return False
     reach = x.itemsize
     for stride, length in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True)):

@@ -176,10 +176,10 @@ class GpuKernel:
         import cupy
 
         def load(path: Path) -> Any:
-            function = cupy.RawModule(path=str(path)).get_function(plan.kernel)
+            raw = cupy.RawModule(path=str(path)).get_function(plan.kernel)
             # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
-            function.max_dynamic_shared_size_bytes = plan.smem_bytes
-            return function
+            raw.max_dynamic_shared_size_bytes = plan.smem_bytes
+            return raw.kernel  # of this device; RawKernel itself looks it up at each launch
 
         self.plan = plan
         self._threads = (plan.threads, 1, 1)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch: Params bytes, workspace and grid, on the current stream."""
+"""Launch: Params bytes, workspace and grid, on the current stream of the current GPU.
+
+The caller (api.py) makes the arrays' GPU the current one.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import struct
@@ -13,6 +15,7 @@ import warnings
 from typing import Any, Literal, NamedTuple
 
 from . import arrays, compile, device, select
+from .arrays import View
 from .plan import PARAMS_BYTES, KernelPlan
 from .problem import Arrays, Layout, Problem
 
@@ -45,30 +48,27 @@ def host_seed() -> int:
 class Names(NamedTuple):
     """The arrays of Params by name, in its order; None where the call has no such array."""
 
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    out: Any = None
-    dout: Any = None
-    dq: Any = None
-    dk: Any = None
-    dv: Any = None
-    lse: Any = None
-    dlse: Any = None
-    delta: Any = None
+    q: View | None = None
+    k: View | None = None
+    v: View | None = None
+    out: View | None = None
+    dout: View | None = None
+    dq: View | None = None
+    dk: View | None = None
+    dv: View | None = None
+    lse: View | None = None
+    dlse: View | None = None
+    delta: View | None = None
 
 
-_ROWS = ("lse", "dlse", "delta")
-
-
-def forward(problem: Problem, inputs: Arrays, out: Any, lse: Any) -> None:
+def forward(problem: Problem, inputs: Arrays, out: View, lse: View | None) -> None:
     """Fill `out`, and `lse` if it is not None."""
     names = Names(q=inputs.q, k=inputs.k, v=inputs.v, out=out, lse=lse)
     _run("forward", problem, inputs, names, writes=("out", "lse"))
 
 
 def backward(
-    problem: Problem, inputs: Arrays, dq: Any, dk: Any, dv: Any, workspace: Any = None
+    problem: Problem, inputs: Arrays, dq: View, dk: View, dv: View, workspace: View | None = None
 ) -> None:
     """Fill `dq`, `dk` and `dv`. `workspace`: None, or an array of `workspace_bytes` bytes."""
     delta = _workspace(problem, inputs, workspace)
@@ -94,17 +94,17 @@ def workspace_bytes(problem: Problem) -> int:
     return rows * problem.dtype.accum.itemsize
 
 
-def _workspace(problem: Problem, inputs: Arrays, workspace: Any) -> Any:
+def _workspace(problem: Problem, inputs: Arrays, workspace: View | None) -> View:
     shape = inputs.layout.row_shape(problem.batch, problem.heads_q, problem.seqlen_q)
     dtype = problem.dtype.accum
     if workspace is not None:
-        used = workspace[: workspace_bytes(problem)]
-        return used.view(dtype).reshape(shape)
+        used = workspace.array[: workspace_bytes(problem)]
+        return arrays.view(used.view(dtype).reshape(shape))
     delta = arrays.empty(inputs.q, shape, dtype)
     if inputs.device is not None:
         import cupy
 
-        if cupy.cuda.get_current_stream(inputs.device).is_capturing():
+        if cupy.cuda.get_current_stream().is_capturing():
             _captured.append(delta)
     return delta
 
@@ -131,20 +131,10 @@ def _run(
             if blocks:
                 kernel.launch(min(blocks, _MAX_BLOCKS), params, buffers, seed)
         return
-    with _current(inputs.device):
-        for plan, kernel in steps:
-            blocks = plan.parts(problem)
-            if blocks:
-                kernel.launch(min(blocks, _MAX_BLOCKS), params)
-
-
-def _current(index: int) -> contextlib.AbstractContextManager[Any]:
-    """Make the arrays' GPU the current one, if it is not."""
-    import cupy
-
-    if cupy.cuda.runtime.getDevice() == index:
-        return contextlib.nullcontext()
-    return cupy.cuda.Device(index)
+    for plan, kernel in steps:
+        blocks = plan.parts(problem)
+        if blocks:
+            kernel.launch(min(blocks, _MAX_BLOCKS), params)
 
 
 @functools.cache
@@ -166,10 +156,7 @@ def _steps(
                 f"{kernel.smem_bytes} bytes of shared memory",
                 file=sys.stderr,
             )
-    if index is None:
-        return tuple((kernel, compile.kernel(kernel, facts, None)) for kernel in plan)
-    with _current(index):
-        return tuple((kernel, compile.kernel(kernel, facts, index)) for kernel in plan)
+    return tuple((kernel, compile.kernel(kernel, facts, index)) for kernel in plan)
 
 
 def _pack(problem: Problem, layout: Layout, names: Names) -> bytes:
@@ -196,9 +183,9 @@ def _pack(problem: Problem, layout: Layout, names: Names) -> bytes:
     )
 
 
-def _tensor(x: Any, layout: Layout, group: int) -> tuple[int, ...]:
+def _tensor(x: View, layout: Layout, group: int) -> tuple[int, ...]:
     """Return struct Tensor: address, strides in elements, and whether vectors can be moved."""
-    strides, size, address = x.strides, x.itemsize, arrays.pointer(x)
+    strides, size, address = x.strides, x.itemsize, x.address
     batch = 0 if layout.batch is None else strides[layout.batch]
     seq, head, dim = strides[layout.seq], strides[layout.heads], strides[layout.dim]
     vectors = (
@@ -209,11 +196,11 @@ def _tensor(x: Any, layout: Layout, group: int) -> tuple[int, ...]:
     return address, batch // size, seq // size, head // size, dim // size, vectors
 
 
-def _rows(x: Any) -> tuple[int, ...]:
+def _rows(x: View) -> tuple[int, ...]:
     """Return struct RowTensor: address and strides in elements."""
     size, strides = x.itemsize, x.strides
     batch = strides[0] // size if len(strides) == 3 else 0
-    return arrays.pointer(x), batch, strides[-2] // size, strides[-1] // size
+    return x.address, batch, strides[-2] // size, strides[-1] // size
 
 
 _warned = False

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arrays
+from .arrays import View
 from .dtypes import DTYPES, DType, lookup
 
 __all__ = [
@@ -59,7 +60,7 @@ class Layout(NamedTuple):
     heads: int
     dim: int
 
-    def sizes(self, x: Any) -> tuple[int, int, int, int]:
+    def sizes(self, x: View) -> tuple[int, int, int, int]:
         """Return (batch, seq, heads, dim) of an array."""
         shape = x.shape
         batch = 1 if self.batch is None else shape[self.batch]
@@ -88,17 +89,17 @@ _AXES = {
 
 
 class Arrays(NamedTuple):
-    """The arrays that go with a Problem, as NumPy or CuPy arrays in the caller's layout."""
+    """The arrays that go with a Problem, in the caller's layout."""
 
     layout: Layout
     device: int | None  # GPU index; None: host memory
-    q: Any
-    k: Any
-    v: Any
-    out: Any = None
-    lse: Any = None
-    dout: Any = None
-    dlse: Any = None
+    q: View
+    k: View
+    v: View
+    out: View | None = None
+    lse: View | None = None
+    dout: View | None = None
+    dlse: View | None = None
 
 
 def read(
@@ -108,7 +109,7 @@ def read(
     q, k, v = arrays.adopt("q", q), arrays.adopt("k", k), arrays.adopt("v", v)
     dtype = _dtype(q)
     axes = _layout(layout, q)
-    device = arrays.place(q)
+    device = q.device
     for name, x in (("k", k), ("v", v)):
         _same_kind(name, x, q, device)
         if x.ndim != q.ndim:
@@ -162,24 +163,31 @@ def read_backward(
     p = problem
     shape = axes.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
     rows = axes.row_shape(p.batch, p.heads_q, p.seqlen_q)
-    dout, out, lse = (
-        arrays.adopt("dout", dout),
-        arrays.adopt("output", out),
-        arrays.adopt("lse", lse),
-    )
+    views = {}
     for name, x in (("dout", dout), ("output", out)):
-        _same_kind(name, x, q, inputs.device)
-        _shape(name, x, shape, "the output of this call")
-    _rows("lse", lse, rows, p.dtype, q, inputs.device)
-    if dlse is not None:
-        dlse = arrays.adopt("dlse", dlse)
-        _rows("dlse", dlse, rows, p.dtype, q, inputs.device)
-    return inputs._replace(dout=dout, out=out, lse=lse, dlse=dlse)
+        views[name] = y = arrays.adopt(name, x)
+        _same_kind(name, y, q, inputs.device)
+        _shape(name, y, shape, "the output of this call")
+    for name, x in (("lse", lse), ("dlse", dlse)):
+        if x is not None or name == "lse":
+            views[name] = y = arrays.adopt(name, x)
+            _rows(name, y, rows, p.dtype, inputs.device)
+    return Arrays(
+        axes,
+        inputs.device,
+        q,
+        inputs.k,
+        inputs.v,
+        views["output"],
+        views["lse"],
+        views["dout"],
+        views.get("dlse"),
+    )
 
 
 def read_destination(
     name: str, destination: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: Arrays
-) -> Any:
+) -> View:
     """Return the array to write a result to: `destination` if it is fit for that, else a new one.
 
     It must have the result's shape and dtype, be writable, and share no memory with an input.
@@ -187,14 +195,14 @@ def read_destination(
     if destination is None:
         return arrays.empty(inputs.q, shape, dtype)
     x = arrays.adopt(name, destination)
-    _same_place(name, x, inputs.q, inputs.device)
+    _same_place(name, x, inputs.device)
     if x.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, the result's, got {x.dtype}")
     _shape(name, x, shape, "the result's")
-    if isinstance(x, np.ndarray):
-        if not x.flags.writeable:
+    if x.device is None:
+        if not x.array.flags.writeable:
             raise ValueError(f"{name}: expected a writable array, got a read-only one")
-        if x is not destination and x.flags.owndata:  # a copy: the result would be lost
+        if x.array is not destination and x.array.flags.owndata:  # a copy: the result would be lost
             raise ValueError(f"{name}: expected an aligned array, got one with unaligned elements")
     if arrays.self_overlap(x):
         raise ValueError(
@@ -210,7 +218,7 @@ def read_destination(
     return x
 
 
-def _dtype(q: Any) -> DType:
+def _dtype(q: View) -> DType:
     dtype = lookup(q.dtype)
     if dtype is None:
         raise TypeError(
@@ -220,7 +228,7 @@ def _dtype(q: Any) -> DType:
     return dtype
 
 
-def _layout(layout: Any, q: Any) -> Layout:
+def _layout(layout: Any, q: View) -> Layout:
     if not isinstance(layout, str) or layout not in _AXES:
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
     axes = _LAYOUTS.get((layout, q.ndim))
@@ -229,32 +237,28 @@ def _layout(layout: Any, q: Any) -> Layout:
     return axes
 
 
-def _same_place(name: str, x: Any, q: Any, device: int | None) -> None:
-    if arrays.place(x) != device:
-        here, there = (
-            "host memory" if i is None else f"GPU {i}" for i in (arrays.place(x), device)
-        )
-        kind = TypeError if None in (arrays.place(x), device) else ValueError
+def _same_place(name: str, x: View, device: int | None) -> None:
+    if x.device != device:
+        here, there = ("host memory" if i is None else f"GPU {i}" for i in (x.device, device))
+        kind = TypeError if None in (x.device, device) else ValueError
         raise kind(f"{name}: expected an array in the same place as q ({there}), got one in {here}")
 
 
-def _same_kind(name: str, x: Any, q: Any, device: int | None) -> None:
+def _same_kind(name: str, x: View, q: View, device: int | None) -> None:
     if x.dtype != q.dtype:
         raise TypeError(f"{name}: expected dtype {q.dtype}, as q has, got {x.dtype}")
-    _same_place(name, x, q, device)
+    _same_place(name, x, device)
 
 
-def _shape(name: str, x: Any, shape: tuple[int, ...], source: str) -> None:
+def _shape(name: str, x: View, shape: tuple[int, ...], source: str) -> None:
     if x.shape != shape:
         raise ValueError(f"{name}: expected shape {shape} ({source}), got {x.shape}")
 
 
-def _rows(
-    name: str, x: Any, shape: tuple[int, ...], dtype: DType, q: Any, device: int | None
-) -> None:
+def _rows(name: str, x: View, shape: tuple[int, ...], dtype: DType, device: int | None) -> None:
     if x.dtype != dtype.accum:
         raise TypeError(f"{name}: expected dtype {dtype.accum} for {dtype} inputs, got {x.dtype}")
-    _same_place(name, x, q, device)
+    _same_place(name, x, device)
     _shape(name, x, shape, "(batch, heads, seq) of q, in either layout")
 
 

@@ -120,17 +120,17 @@ def test_params_are_packed_where_kernels_read_them(tmp_path: Path) -> None:
     call = problem.Problem(dtypes.DTYPES["float32"], 3, 14, 7, 5, 6, 8, 12, 0.375, 9, 10)
     layout = problem.Layout(0, 1, 2, 3)
     # Every array has strides of its own; every second one can be moved in vectors.
-    given: dict[str, np.ndarray] = {}
+    given: dict[str, arrays.View] = {}
     for i, name in enumerate(names):
         last = 8 if i % 2 else 7
         space = np.zeros((3, 5 + i, 7 + i, last), np.float32)
-        given[name] = space if name in tensors else space[..., 0]
+        given[name] = arrays.view(space if name in tensors else space[..., 0])
     packed = launch._pack(call, layout, launch.Names(**given))
     assert len(packed) == plan.PARAMS_BYTES
 
     want: dict[str, float] = dict(zip(scalars, call[1:], strict=True))
     for name, x in given.items():
-        want[f"{name}.data"] = arrays.pointer(x)
+        want[f"{name}.data"] = x.address
         order = ["batch", "seq", "head", "dim"] if name in tensors else ["batch", "head", "seq"]
         for axis, stride in zip(order, x.strides, strict=True):
             want[f"{name}.stride_{axis}"] = stride // 4

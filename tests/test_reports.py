@@ -3,7 +3,7 @@
 
 The comment above a test names the report: an id of ours, then the threads. A test stands for the
 whole kind of fault, so it also runs the neighbours of what was reported. Both passes write to
-memory full of NaN and are compared with the reference, unless a test says otherwise. Lengths are
+memory full of NaN and are compared with the reference. Lengths are
 those of the report or, where they only cost time, shorter ones with as many kinds of tiles. What
 needs a GPU is in test_reports_gpu.py.
 
@@ -265,7 +265,7 @@ def test_the_diagonal_crosses_two_key_tiles(
 
 
 # E2: flagos-ai/FlagGems#898
-@turns("length,heads,layout", [100, 65, 63, 129], [(4, 4), (4, 2)], ["bshd", "bhsd"])
+@turns("length,heads,layout", [100, 65, 63, 129], [(2, 2), (4, 2)], ["bshd", "bhsd"])
 def test_a_tail_tile_stays_in_its_head(
     backend: Backend, layout: str, heads: tuple[int, int], length: int, dtype: str
 ) -> None:
@@ -581,9 +581,9 @@ def test_equal_numbers_of_great_size(
     [
         ("float16", -2e4),
         ("float32", -2e4),
-        ("float32", -1e37),
-        ("bfloat16", -1e37),
-        ("float64", -1e300),
+        ("float32", -3e38),
+        ("bfloat16", -3e38),
+        ("float64", -1e308),
     ],
 )
 @pytest.mark.parametrize("keys", [2, 65, 130])
@@ -744,7 +744,7 @@ def test_no_order_of_threads_changes_a_bit(backend: Backend, dtype: str) -> None
     """
     inputs = call((70, 130), heads=(2, 1), head_dim=192, head_dim_v=128, dtype=dtype, causal=True)
     want = solve(backend, inputs)
-    for seed in (1, 2):
+    for seed in (1, 2) if dtype == "float16" else (1,):
         with schedule(seed):
             same(run(backend, inputs), want)
 

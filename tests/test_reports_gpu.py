@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from check import Inputs, check_backward, check_forward
 from conftest import Backend
-from reports import call, every_dtype, normal, solve
+from reports import call, every_dtype, normal, solve, to_host
 
 import cuflash
 
@@ -48,7 +48,7 @@ def check_heads(
     """Compare single heads of single batch entries with the reference."""
     out, lse, grads = results
     for b, h in where:
-        take = lambda x, b=b, h=h: backend.host(x[b : b + 1, :, h : h + 1])
+        take = lambda x, b=b, h=h: to_host(backend, x[b : b + 1, :, h : h + 1])
         inputs = Inputs(*map(take, arrays))
         check_forward(take(out), backend.host(lse[b : b + 1, h : h + 1]), inputs)
         check_backward(cuflash.Gradients(*map(take, grads)), inputs)
