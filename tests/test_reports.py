@@ -3,9 +3,9 @@
 
 The comment above a test names the report: an id of ours, then the threads. A test stands for the
 whole kind of fault, so it also runs the neighbours of what was reported. Both passes write to
-memory full of NaN and are compared with the reference. Lengths are
-those of the report or, where they only cost time, shorter ones with as many kinds of tiles. What
-needs a GPU is in test_reports_gpu.py.
+memory full of NaN and are compared with the reference. Lengths are those of the report or, where
+they only cost time, shorter ones with as many kinds of tiles. What needs a GPU is in
+test_reports_gpu.py.
 
 `COVERED` and `LATER`, at the end, list the reports that have no test here.
 """
