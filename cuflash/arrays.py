@@ -162,7 +162,7 @@ def empty(like: View, shape: tuple[int, ...], dtype: Any) -> View:
         return view(np.empty(shape, dtype))
     import cupy
 
-    return view(cupy.empty(shape, dtype))
+    return view(cupy.ndarray(shape, dtype))  # as cupy.empty() does, after a detour
 
 
 def _extent(

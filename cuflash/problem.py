@@ -6,6 +6,7 @@ Below this module nothing is checked: a Problem is valid, and the arrays that go
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import operator
@@ -60,9 +61,8 @@ class Layout(NamedTuple):
     heads: int
     dim: int
 
-    def sizes(self, x: View) -> tuple[int, int, int, int]:
-        """Return (batch, seq, heads, dim) of an array."""
-        shape = x.shape
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Return (batch, seq, heads, dim) of an array of this shape."""
         batch = 1 if self.batch is None else shape[self.batch]
         return batch, shape[self.seq], shape[self.heads], shape[self.dim]
 
@@ -108,18 +108,34 @@ def read(
     """Check the arguments that every call has."""
     q, k, v = arrays.adopt("q", q), arrays.adopt("k", k), arrays.adopt("v", v)
     dtype = _dtype(q)
-    axes = _layout(layout, q)
-    device = q.device
-    for name, x in (("k", k), ("v", v)):
-        _same_kind(name, x, q, device)
-        if x.ndim != q.ndim:
+    if not isinstance(layout, str) or layout not in _AXES:
+        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    _same_kind("k", k, q, q.device)
+    _same_kind("v", v, q, q.device)
+    axes, sizes = _geometry(layout, q.shape, k.shape, v.shape)
+    left, right = _window(window)
+    if read_flag("causal", causal):
+        right = 0
+    problem = Problem(dtype, *sizes, _scale(scale, sizes[5]), left, right)
+    return problem, Arrays(axes, q.device, q, k, v)
+
+
+@functools.lru_cache(maxsize=1024)  # calls come with the same shapes over and over
+def _geometry(
+    layout: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+) -> tuple[Layout, tuple[int, int, int, int, int, int, int]]:
+    """Check shapes; returns which axis is what, and the sizes as Problem has them."""
+    axes = _LAYOUTS.get((layout, len(q)))
+    if axes is None:
+        raise ValueError(f"q: expected {_AXES[layout]}, got shape {q}")
+    for name, shape in (("k", k), ("v", v)):
+        if len(shape) != len(q):
             raise ValueError(
-                f"{name}: expected {q.ndim} dimensions {_AXES[layout]}, as q has, "
-                f"got shape {x.shape}"
+                f"{name}: expected {len(q)} dimensions {_AXES[layout]}, as q has, got shape {shape}"
             )
     batch, seqlen_q, heads_q, head_dim = axes.sizes(q)
     _, seqlen_kv, heads_kv, _ = axes.sizes(k)
-    head_dim_v = v.shape[axes.dim]
+    head_dim_v = v[axes.dim]
     _shape("k", k, axes.shape(batch, seqlen_kv, heads_kv, head_dim), "batch and head_dim of q")
     _shape("v", v, axes.shape(batch, seqlen_kv, heads_kv, head_dim_v), "batch, length, heads of k")
     for name, size in (("q", head_dim), ("v", head_dim_v)):
@@ -136,23 +152,7 @@ def read(
     for name, size in (("q", max(seqlen_q, heads_q)), ("k", max(seqlen_kv, heads_kv))):
         if size >= _MAX_LENGTH:
             raise ValueError(f"{name}: lengths and heads must be below 2**30, got {size}")
-    left, right = _window(window)
-    if read_flag("causal", causal):
-        right = 0
-    problem = Problem(
-        dtype,
-        batch,
-        heads_q,
-        heads_kv,
-        seqlen_q,
-        seqlen_kv,
-        head_dim,
-        head_dim_v,
-        _scale(scale, head_dim),
-        left,
-        right,
-    )
-    return problem, Arrays(axes, device, q, k, v)
+    return axes, (batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, head_dim_v)
 
 
 def read_backward(
@@ -167,7 +167,7 @@ def read_backward(
     for name, x in (("dout", dout), ("output", out)):
         views[name] = y = arrays.adopt(name, x)
         _same_kind(name, y, q, inputs.device)
-        _shape(name, y, shape, "the output of this call")
+        _shape(name, y.shape, shape, "the output of this call")
     for name, x in (("lse", lse), ("dlse", dlse)):
         if x is not None or name == "lse":
             views[name] = y = arrays.adopt(name, x)
@@ -198,7 +198,7 @@ def read_destination(
     _same_place(name, x, inputs.device)
     if x.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, the result's, got {x.dtype}")
-    _shape(name, x, shape, "the result's")
+    _shape(name, x.shape, shape, "the result's")
     if x.device is None:
         if not x.array.flags.writeable:
             raise ValueError(f"{name}: expected a writable array, got a read-only one")
@@ -228,15 +228,6 @@ def _dtype(q: View) -> DType:
     return dtype
 
 
-def _layout(layout: Any, q: View) -> Layout:
-    if not isinstance(layout, str) or layout not in _AXES:
-        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-    axes = _LAYOUTS.get((layout, q.ndim))
-    if axes is None:
-        raise ValueError(f"q: expected {_AXES[layout]}, got shape {q.shape}")
-    return axes
-
-
 def _same_place(name: str, x: View, device: int | None) -> None:
     if x.device != device:
         here, there = ("host memory" if i is None else f"GPU {i}" for i in (x.device, device))
@@ -250,16 +241,16 @@ def _same_kind(name: str, x: View, q: View, device: int | None) -> None:
     _same_place(name, x, device)
 
 
-def _shape(name: str, x: View, shape: tuple[int, ...], source: str) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape} ({source}), got {x.shape}")
+def _shape(name: str, got: tuple[int, ...], want: tuple[int, ...], source: str) -> None:
+    if got != want:
+        raise ValueError(f"{name}: expected shape {want} ({source}), got {got}")
 
 
 def _rows(name: str, x: View, shape: tuple[int, ...], dtype: DType, device: int | None) -> None:
     if x.dtype != dtype.accum:
         raise TypeError(f"{name}: expected dtype {dtype.accum} for {dtype} inputs, got {x.dtype}")
     _same_place(name, x, device)
-    _shape(name, x, shape, "(batch, heads, seq) of q, in either layout")
+    _shape(name, x.shape, shape, "(batch, heads, seq) of q, in either layout")
 
 
 def read_flag(name: str, value: Any) -> bool:
@@ -270,6 +261,8 @@ def read_flag(name: str, value: Any) -> bool:
 
 
 def _window(window: Any) -> tuple[int, int]:
+    if type(window) is tuple and window == (-1, -1):
+        return OPEN, OPEN
     try:
         if not isinstance(window, (tuple, list, np.ndarray)):
             raise TypeError

@@ -13,9 +13,10 @@ from cuflash.plan import Delta, KernelPlan
 CUBINS = matrix.cubins()
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), CUBINS, ids=[f"{name}-{plan.kernel}-{i}" for i, (name, plan) in enumerate(CUBINS)]
-)
+NAMES = [f"{name}-{plan.kernel}-{i}" for i, (name, plan) in enumerate(CUBINS)]
+
+
+@pytest.mark.parametrize(("name", "plan"), CUBINS, ids=NAMES)
 def test_plan_compiles_without_spills(name: str, plan: KernelPlan) -> None:
     text = compile.translation_unit(plan, cpu=False)
     image, log = compile.compile_cubin(text, plan.kernel, matrix.ARCHITECTURES[name])

@@ -40,7 +40,12 @@ _DQ = "attention/backward_dq_simt.cu"
 _DKDV = "attention/backward_dkdv_simt.cu"
 
 MUTANTS = [
-    Mutant("no-barrier-before-store", "parts/tile.cuh", "    __syncthreads();\n    transfer", "    transfer"),
+    Mutant(
+        "no-barrier-before-store",
+        "parts/tile.cuh",
+        "    __syncthreads();\n    transfer",
+        "    transfer",
+    ),
     Mutant(
         "no-barrier-after-store",
         "parts/tile.cuh",
@@ -50,27 +55,79 @@ MUTANTS = [
     Mutant("no-warp-barrier-for-ds", _DQ, "        __syncwarp();", ""),
     Mutant("no-warp-barrier-for-p", _DKDV, "        __syncwarp();", ""),
     Mutant("no-warp-barrier-between-p-and-ds", _DKDV, "        __syncwarp();", "", 1),
-    Mutant("band-one-key-too-wide", "parts/mask.cuh", "diagonal <= last_diagonal", "diagonal <= last_diagonal + 1"),
-    Mutant("window-one-key-too-narrow", "parts/mask.cuh", "diagonal >= first_diagonal", "diagonal > first_diagonal"),
+    Mutant(
+        "band-one-key-too-wide",
+        "parts/mask.cuh",
+        "diagonal <= last_diagonal",
+        "diagonal <= last_diagonal + 1",
+    ),
+    Mutant(
+        "window-one-key-too-narrow",
+        "parts/mask.cuh",
+        "diagonal >= first_diagonal",
+        "diagonal > first_diagonal",
+    ),
     Mutant("keys-past-the-end-count", "parts/mask.cuh", " && key < seqlen_kv;", ";"),
     Mutant("full-ignores-the-end", "parts/mask.cuh", "key + keys <= seqlen_kv && key", "key"),
     Mutant("top-left-alignment", "parts/mask.cuh", "p.seqlen_kv - p.seqlen_q;", "0;"),
     Mutant("last-key-tile-lost", "parts/mask.cuh", "last / tile + 1}", "(last + tile - 1) / tile}"),
-    Mutant("tail-rows-not-zeroed", "parts/tile.cuh", "row < end_row && col", "row < first_row + kRows && col"),
+    Mutant(
+        "tail-rows-not-zeroed",
+        "parts/tile.cuh",
+        "row < end_row && col",
+        "row < first_row + kRows && col",
+    ),
     Mutant("tail-columns-not-cut", "parts/tile.cuh", "if (col + e < m.cols) held", "held"),
     Mutant("no-rescaling", _FORWARD, "result[c][i][j] *= factor[i];", ";"),
     Mutant("sum-not-rescaled", "parts/softmax.cuh", "sum *= factor;", ""),
-    Mutant("fused-scale", "parts/softmax.cuh", "return __fmul_rn(scale, product);", "return scale * product * 1.0001f;"),
+    Mutant(
+        "fused-scale",
+        "parts/softmax.cuh",
+        "return __fmul_rn(scale, product);",
+        "return scale * product * 1.0001f;",
+    ),
     Mutant("lse-without-maximum", "parts/softmax.cuh", ": reference() + logarithm", ": logarithm"),
     Mutant("no-careful-product", "parts/tile.cuh", "if (!visible(row, k)) continue;", ""),
-    Mutant("wrong-key-head", _FORWARD, "work.head / (p.heads_q / p.heads_kv)", "work.head % p.heads_kv"),
-    Mutant("one-head-of-the-group", _DKDV, "start.head + group : start.head", "start.head + 1 : start.head"),
+    Mutant(
+        "wrong-key-head", _FORWARD, "work.head / (p.heads_q / p.heads_kv)", "work.head % p.heads_kv"
+    ),
+    Mutant(
+        "one-head-of-the-group",
+        _DKDV,
+        "start.head + group : start.head",
+        "start.head + 1 : start.head",
+    ),
     Mutant("dk-not-scaled", _DKDV, "scaling[i] = scale", "scaling[i] = 1"),
-    Mutant("dq-without-dlse", "parts/gradient.cuh", "((dprobability - delta) + dlse)", "(dprobability - delta)"),
-    Mutant("delta-of-another-row", "attention/delta.cu", "dot(dout, out, row));", "dot(dout, out, row / 2 * 2));"),
-    Mutant("last-chunk-lost", _DQ, "if (c >= k_chunks) continue;", "if (c >= k_chunks || c == 2) continue;"),
-    Mutant("strides-of-another-array", "parts/operand.cuh", "            t.stride_dim,\n", "            1,\n"),
-    Mutant("batch-stride-ignored", "parts/operand.cuh", "batch * t.stride_batch + head * t.stride_head,", "head * t.stride_head,"),
+    Mutant(
+        "dq-without-dlse",
+        "parts/gradient.cuh",
+        "((dprobability - delta) + dlse)",
+        "(dprobability - delta)",
+    ),
+    Mutant(
+        "delta-of-another-row",
+        "attention/delta.cu",
+        "dot(dout, out, row));",
+        "dot(dout, out, row / 2 * 2));",
+    ),
+    Mutant(
+        "last-chunk-lost",
+        _DQ,
+        "if (c >= k_chunks) continue;",
+        "if (c >= k_chunks || c == 2) continue;",
+    ),
+    Mutant(
+        "strides-of-another-array",
+        "parts/operand.cuh",
+        "            t.stride_dim,\n",
+        "            1,\n",
+    ),
+    Mutant(
+        "batch-stride-ignored",
+        "parts/operand.cuh",
+        "batch * t.stride_batch + head * t.stride_head,",
+        "head * t.stride_head,",
+    ),
 ]
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ import cuflash
 from cuflash.dtypes import DTYPES
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+Results = tuple[Any, Any, cuflash.Gradients]
 SMALL = [row for row in ROWS if "shipped" not in row.name]
 FLOAT64 = next(row for row in SMALL if row.name == "float64-tall-1x2-resident")
 
@@ -51,13 +54,22 @@ def same(name: str, got: object, want: object) -> None:
     np.testing.assert_array_equal(host(got), host(want), err_msg=name)
 
 
-def close(results: object, others: object, inputs: Inputs) -> None:
+def pairs(results: Results, others: Results) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, result and other result of everything that `both` returns."""
+    (out, lse, grads), (out_2, lse_2, grads_2) = results, others
+    names = ("out", "lse", "dq", "dk", "dv")
+    yield from zip(names, (out, lse, *grads), (out_2, lse_2, *grads_2), strict=True)
+
+
+def all_same(results: Results, others: Results) -> None:
+    for name, x, y in pairs(results, others):
+        same(name, x, y)
+
+
+def close(results: Results, others: Results, inputs: Inputs) -> None:
     """Both results may be off by the bound, so they may differ by twice that."""
     allowed = bounds(inputs, exact(inputs, backward=True))
-    out, lse, grads = results  # type: ignore[misc]
-    out_2, lse_2, grads_2 = others  # type: ignore[misc]
-    names = ("out", "lse", "dq", "dk", "dv")
-    for name, x, y in zip(names, (out, lse, *grads), (out_2, lse_2, *grads_2), strict=True):
+    for name, x, y in pairs(results, others):
         assert_close(name, x, host(y).astype(np.float64), 2 * allowed[name])
 
 
@@ -79,13 +91,7 @@ def test_twice_gives_the_same_bits_in_any_schedule(backend: Backend, dtype: str)
     for seed in range(1, 5):
         with schedule(seed):
             again = both(inputs)
-        for name, x, y in zip("out lse dq dk dv".split(), _flat(again), _flat(first), strict=True):
-            same(name, x, y)
-
-
-def _flat(results: object) -> list[object]:
-    out, lse, grads = results  # type: ignore[misc]
-    return [out, lse, *grads]
+        all_same(again, first)
 
 
 @every_dtype
@@ -149,8 +155,10 @@ def test_later_tokens_do_not_reach_earlier_rows(backend: Backend, dtype: str) ->
     inputs = arrays_of(call(dtype, seqlen_q=90, causal=True))
     n = 41
     start = Inputs(*(x[:, :n] for x in (inputs.q, inputs.k, inputs.v)), causal=True)
-    whole = cuflash.attention(*(backend.array(x) for x in (inputs.q, inputs.k, inputs.v)), causal=True)
-    part = cuflash.attention(*(backend.array(x) for x in (start.q, start.k, start.v)), causal=True)
+    whole, part = (
+        cuflash.attention(*(backend.array(x) for x in (i.q, i.k, i.v)), causal=True)
+        for i in (inputs, start)
+    )
     same("out", part, whole[:, :n])
 
 
@@ -190,9 +198,7 @@ def test_what_nobody_sees_may_be_anything(
     dirty = {name: getattr(clean, name).copy() for name in ("q", "k", "v", "dout")}
     for name, x in dirty.items():
         x[:, blind if name in ("q", "dout") else unseen] = what
-    got, want = both(on(backend, replace(clean, **dirty))), both(on(backend, clean))
-    for name, x, y in zip("out lse dq dk dv".split(), _flat(got), _flat(want), strict=True):
-        same(name, x, y)
+    all_same(both(on(backend, replace(clean, **dirty))), both(on(backend, clean)))
 
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: row.name)
@@ -208,8 +214,7 @@ def test_strides_and_plans_do_not_matter(backend: Backend, row: Row, data: st.Da
     with using(row.forward, row.backward):
         strided = both(on(backend, inputs))
         plain = both(on(backend, contiguous))
-    for name, x, y in zip("out lse dq dk dv".split(), _flat(strided), _flat(plain), strict=True):
-        same(name, x, y)
+    all_same(strided, plain)
     close(plain, both(on(backend, contiguous)), inputs)
 
 
@@ -230,7 +235,8 @@ def test_every_candidate_plan_agrees(backend: Backend, dtype: str, head_dim: int
 @settings(max_examples=12)
 @given(data=st.data())
 def test_gradients_are_those_of_finite_differences(backend: Backend, data: st.DataObject) -> None:
-    case = data.draw(cases(FLOAT64).filter(lambda c: c.values == "normal" and c.seqlen_q * c.seqlen_kv))
+    normal = cases(FLOAT64).filter(lambda c: c.values == "normal" and c.seqlen_q * c.seqlen_kv)
+    case = data.draw(normal)
     inputs = arrays_of(replace(case, views=("contiguous",) * 4))
     rng = np.random.default_rng(case.seed)
     with using(FLOAT64.forward, FLOAT64.backward):
