@@ -231,15 +231,16 @@ def plans(where: Any) -> Iterator[Any]:
     """Yield the plans of all cases on a device, and those that the tests run."""
     from cuflash import select
     from cuflash.dtypes import DTYPES as ROWS
+    from cuflash.problem import Traits
 
     for case in CASES:
         for dtype in DTYPES:
             for direction in ("forward", "backward"):
-                yield from select.choose(direction, ROWS[dtype], *case.head_dims, where)
+                yield from select.choose(direction, Traits(ROWS[dtype], *case.head_dims), where)
     try:
         import matrix
 
-        for row in matrix.ROWS:
+        for row in matrix.ROWS + matrix.FEW_ROWS:
             yield from (*row.forward, *row.backward)
     except (ImportError, AttributeError) as reason:  # they compile their own, then
         print(f"plans of the tests are left out: {reason}", flush=True)

@@ -261,10 +261,12 @@ def _apart(name: str, x: View, destination: Any, other: str, y: View) -> None:
 def _workspace(problem: Problem, inputs: Arrays, workspace: Any, results: dict[str, View]) -> View:
     size = launch.workspace_bytes(problem)
     x = arrays.adopt("workspace", workspace)
-    if x.ndim != 1 or x.dtype != np.uint8 or x.shape[0] < size:
+    if x.dtype != np.uint8:
+        raise TypeError(f"workspace: expected dtype uint8, got {x.dtype}")
+    if x.ndim != 1 or x.shape[0] < size:
         raise ValueError(
             f"workspace: expected a one-dimensional array of at least {size} uint8, "
-            f"got shape {x.shape} of {x.dtype}"
+            f"got shape {x.shape}"
         )
     if x.address % 16 or not x.array.flags.c_contiguous:
         raise ValueError("workspace: expected a contiguous array aligned to 16 bytes")

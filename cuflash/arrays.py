@@ -133,13 +133,15 @@ def _from_cuda_interface(name: str, x: Any) -> Any:
     device = -1 if high > low else cupy.cuda.runtime.getDevice()
     memory = cupy.cuda.UnownedMemory(low, high - low, x, device)
     start = cupy.cuda.MemoryPointer(memory, address - low)
+    array = cupy.ndarray(shape, dtype, start, strides)
     stream = interface.get("stream")
     if stream is not None:
         # The producer's stream: 1 and 2 are the default streams. Ours waits for what is on it.
-        event = cupy.cuda.Event(disable_timing=True)
-        cupy.cuda.runtime.eventRecord(event.ptr, stream)
-        cupy.cuda.get_current_stream().wait_event(event)
-    return cupy.ndarray(shape, dtype, start, strides)
+        with on(array.data.device_id):
+            event = cupy.cuda.Event(disable_timing=True)
+            cupy.cuda.runtime.eventRecord(event.ptr, stream)
+            cupy.cuda.get_current_stream().wait_event(event)
+    return array
 
 
 _NO_CHANGE = contextlib.nullcontext()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import re
 import sys
 import threading
@@ -52,18 +53,22 @@ def translation_unit(plan: KernelPlan, *, cpu: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _key(text: str, sources: str, *rest: object) -> str:
-    return hashlib.sha256(repr((text, sources, *rest)).encode()).hexdigest()[:24]
+def _cached(
+    name: str, suffix: str, text: str, includes: tuple[str, ...], rest: object, build: Callable
+) -> Path:
+    """Return what ``build(path)`` makes of a translation unit, from the disk cache if it is there.
 
+    The key is a digest of the text, of all files it includes, and of `rest` (options, compiler).
+    """
+    sources = source.digest(text, includes)
+    key = hashlib.sha256(repr((sources, rest)).encode()).hexdigest()[:24]
 
-def _load(find: Callable[[], Path], load: Callable[[Path], Any]) -> Any:
-    """Load a cached file; one that was damaged on disk is made anew, once."""
-    path = find()
-    try:
-        return load(path)
-    except Exception:
-        path.unlink(missing_ok=True)
-        return load(find())
+    def build_unchanged(path: Path) -> None:
+        build(path)
+        if source.digest(text, includes) != sources:
+            raise RuntimeError(f"the sources of {name} changed while it was compiled; call again")
+
+    return cached(f"{name}-{key}{suffix}", build_unchanged)
 
 
 # --- GPU -----------------------------------------------------------------------------------------
@@ -100,9 +105,9 @@ def _target(device: Device) -> str:
     return f"sm_{device.capability[0]}{device.capability[1]}"
 
 
-def _nvrtc_options(device: Device) -> tuple[str, ...]:
+def _nvrtc_options(target: str) -> tuple[str, ...]:
     return (
-        f"--gpu-architecture={_target(device)}",
+        f"--gpu-architecture={target}",
         "--std=c++17",
         "--generate-line-info",
         "--diag-suppress=177",  # a constant that this kernel does not use
@@ -110,11 +115,12 @@ def _nvrtc_options(device: Device) -> tuple[str, ...]:
     )
 
 
-def compile_cubin(text: str, name: str, device: Device) -> tuple[bytes, str]:
+def compile_cubin(text: str, plan: KernelPlan, device: Device) -> tuple[bytes, str]:
     """Compile a translation unit; returns the cubin and the compiler's log. Needs no GPU."""
+    name, target = plan.kernel, _target(device) + plan.target_suffix
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(text, f"{name}.plan.cu", (), ())
-    options = (*_nvrtc_options(device), f"-I{source.KERNEL_ROOT}")
+    options = (*_nvrtc_options(target), f"-I{source.KERNEL_ROOT}")
     if nvrtc.getVersion() >= (13, 0):
         options += ("--no-cache",)  # its own cache: on a hit it forgets to report registers
     try:
@@ -129,7 +135,7 @@ def compile_cubin(text: str, name: str, device: Device) -> tuple[bytes, str]:
                     f"{'.'.join(map(str, device.capability))}; install a version that does "
                     "(`pip install -U nvidia-cuda-nvrtc`)"
                 ) from error
-            raise RuntimeError(f"{name} does not compile for {_target(device)}:\n{log}") from error
+            raise RuntimeError(f"{name} does not compile for {target}:\n{log}") from error
         log = nvrtc.getProgramLog(program)
         # CuPy's getCUBIN drops the last byte, which is zero.
         return nvrtc.getCUBIN(program) + b"\0", log
@@ -154,16 +160,16 @@ def usage(log: str) -> Usage:
 def cubin(plan: KernelPlan, device: Device) -> Path:
     """Return the compiled kernel of a plan, from the disk cache where it is there."""
     text = translation_unit(plan, cpu=False)
-    sources = source.digest(f"attention/{plan.kernel}.cu", (".",), source.KERNEL_ROOT)
-    key = _key(text, sources, _nvrtc_options(device), nvrtc_version())
+    target = _target(device) + plan.target_suffix
 
     def build(path: Path) -> None:
-        image, log = compile_cubin(text, plan.kernel, device)
+        image, log = compile_cubin(text, plan, device)
         path.write_bytes(image)
         if os.environ.get("CUFLASH_DEBUG"):
             print(f"cuflash: compiled {plan.kernel}: {usage(log)}", file=sys.stderr)
 
-    return cached(f"{plan.kernel}-{_target(device)}-{key}.cubin", build)
+    rest = _nvrtc_options(target), nvrtc_version()
+    return _cached(f"{plan.kernel}-{target}", ".cubin", text, (".",), rest, build)
 
 
 _PARAMS = np.dtype(f"V{PARAMS_BYTES}")
@@ -175,16 +181,13 @@ class GpuKernel:
     def __init__(self, plan: KernelPlan, device: Device) -> None:
         import cupy
 
-        def load(path: Path) -> Any:
-            raw = cupy.RawModule(path=str(path)).get_function(plan.kernel)
-            # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
-            raw.max_dynamic_shared_size_bytes = plan.smem_bytes
-            return raw.kernel  # of this device; RawKernel itself looks it up at each launch
-
+        raw = cupy.RawModule(path=str(cubin(plan, device))).get_function(plan.kernel)
+        # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
+        raw.max_dynamic_shared_size_bytes = plan.smem_bytes
         self.plan = plan
         self._threads = (plan.threads, 1, 1)
         self._smem = plan.smem_bytes
-        self._function = _load(lambda: cubin(plan, device), load)
+        self._function = raw.kernel  # of this device; RawKernel looks it up at each launch
 
     def launch(self, blocks: int, params: bytes) -> None:
         """Start the kernel on the current stream."""
@@ -195,34 +198,26 @@ class GpuKernel:
 # --- CPU -----------------------------------------------------------------------------------------
 
 
-def _library(name: str, text: str, sources: str, *, is_kernel: bool) -> Path:
+def _library(name: str, text: str, *, is_kernel: bool) -> Path:
     compiler = host.find_compiler()
-    flags = host.flags(compiler, is_kernel)
-    key = _key(text, sources, compiler, flags)
     includes = [source.KERNEL_ROOT / folder for folder in source.HOST_INCLUDES]
 
     def build(path: Path) -> None:
         host.compile_library(compiler, text, includes, path, kernel=is_kernel)
 
-    return cached(f"{name}-cpu-{key}.so", build)
+    # A home folder may be shared by machines of several kinds.
+    rest = compiler, host.flags(compiler, is_kernel), platform.machine()
+    return _cached(f"{name}-cpu", ".so", text, source.HOST_INCLUDES, rest, build)
 
 
 @functools.cache
 def _runtime() -> host.Runtime:
-    name = "host/executor.cpp"
-    sources = source.digest(name, source.HOST_INCLUDES, source.KERNEL_ROOT)
-    text = f'#include "{name}"\n'
-    return _load(lambda: _library("executor", text, sources, is_kernel=False), host.Runtime)
+    return host.Runtime(_library("executor", '#include "host/executor.cpp"\n', is_kernel=False))
 
 
 def host_library(plan: KernelPlan) -> Path:
     """Return the kernel of a plan as a shared library for the CPU back end."""
-    text = translation_unit(plan, cpu=True)
-    sources = "".join(
-        source.digest(name, source.HOST_INCLUDES, source.KERNEL_ROOT)
-        for name in ("host/cuda.h", f"attention/{plan.kernel}.cu", "host/entry.h")
-    )
-    return _library(plan.kernel, text, sources, is_kernel=True)
+    return _library(plan.kernel, translation_unit(plan, cpu=True), is_kernel=True)
 
 
 class CpuKernel:
@@ -230,9 +225,7 @@ class CpuKernel:
 
     def __init__(self, plan: KernelPlan) -> None:
         self.plan = plan
-        self._kernel = _load(
-            lambda: host_library(plan), lambda path: host.HostKernel(_runtime(), path, plan.kernel)
-        )
+        self._kernel = host.HostKernel(_runtime(), host_library(plan), plan.kernel)
 
     def launch(
         self,

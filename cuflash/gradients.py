@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["Gradients"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gradients:
     """Gradients of an attention call.
 

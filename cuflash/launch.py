@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from . import arrays, compile, device, select
 from .arrays import View
 from .plan import PARAMS_BYTES, KernelPlan
-from .problem import Arrays, Layout, Problem
+from .problem import Arrays, Layout, Problem, Traits
 
 __all__ = ["backward", "forward", "host_seed", "workspace_bytes"]
 
@@ -117,7 +117,7 @@ def _run(
     writes: tuple[str, ...],
 ) -> None:
     params = _pack(problem, inputs.layout, names)
-    steps = _steps(direction, problem.dtype, problem.head_dim, problem.head_dim_v, inputs.device)
+    steps = _steps(direction, problem.traits, inputs.device)
     if inputs.device is None:
         buffers = [
             (name, *arrays.extent(x), name in writes)
@@ -139,21 +139,16 @@ def _run(
 
 @functools.cache
 def _steps(
-    direction: Literal["forward", "backward"],
-    dtype: Any,
-    head_dim: int,
-    head_dim_v: int,
-    index: int | None,
+    direction: Literal["forward", "backward"], traits: Traits, index: int | None
 ) -> tuple[tuple[KernelPlan, Any], ...]:
     """Return the plans of a call with their kernels, ready to launch on one device."""
     facts = device.CPU if index is None else device.gpu(index)
-    plan = select.choose(direction, dtype, head_dim, head_dim_v, facts)
+    plan = select.choose(direction, traits, facts)
     if os.environ.get("CUFLASH_DEBUG"):
-        problem = f"{dtype}, head sizes {head_dim} and {head_dim_v}, {facts.name}"
         for kernel in plan:
             print(
-                f"cuflash: {direction}, {problem} -> {kernel}, {kernel.threads} threads, "
-                f"{kernel.smem_bytes} bytes of shared memory",
+                f"cuflash: {direction}, {traits}, {facts.name} -> {kernel}, "
+                f"{kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory",
                 file=sys.stderr,
             )
     return tuple((kernel, compile.kernel(kernel, facts, index)) for kernel in plan)
@@ -211,7 +206,8 @@ def _warn_if_slow(direction: str, problem: Problem) -> None:
     global _warned
     p = problem
     products = 7 if direction == "backward" else 2
-    pairs = p.batch * p.heads_q * p.seqlen_q * p.seqlen_kv
+    keys = min(p.seqlen_kv, p.window_left + p.window_right + 1)  # that a query sees, at most
+    pairs = p.batch * p.heads_q * p.seqlen_q * keys
     seconds = pairs * products * max(p.head_dim, p.head_dim_v) / _CPU_RATE
     if seconds > _CPU_PATIENCE and not _warned:
         _warned = True

@@ -27,6 +27,7 @@ class KernelPlan:
 
     kernel: ClassVar[str]  # the file's stem, the entry point and the name in the cache
     family: ClassVar[str]
+    target_suffix: ClassVar[str] = ""  # "a": code for this very architecture, as for wgmma
 
     dtype: str
 
@@ -56,6 +57,8 @@ class KernelPlan:
                 yield "bool", name, str(value).lower()
             elif isinstance(value, int):
                 yield "int", name, str(value)
+            elif field.name != "dtype":
+                raise TypeError(f"{field.name}: constants are bool or int, got {value!r}")
 
 
 #: What a call runs: its kernels in order.
@@ -154,7 +157,7 @@ class BackwardDkdvSimt(_Tiled):
 
 @dataclass(frozen=True)
 class Delta(KernelPlan):
-    """``delta.cu``: one thread a row, in every family."""
+    """``delta.cu``: one thread a row."""
 
     kernel = "delta"
     family = "any"

@@ -23,6 +23,7 @@ __all__ = [
     "Arrays",
     "Layout",
     "Problem",
+    "Traits",
     "read",
     "read_backward",
     "read_destination",
@@ -35,6 +36,14 @@ OPEN = 2**31 - 1
 #: Lengths below this keep every sum of two positions in 32 bits.
 _MAX_LENGTH = 2**30
 _MAX_HEAD_DIM = 512
+
+
+class Traits(NamedTuple):
+    """The part of a Problem that decides which kernels run: what a Plan may depend on."""
+
+    dtype: DType
+    head_dim: int
+    head_dim_v: int
 
 
 class Problem(NamedTuple):
@@ -51,6 +60,11 @@ class Problem(NamedTuple):
     scale: float
     window_left: int  # keys before the diagonal; OPEN: all of them
     window_right: int  # keys after it; 0 when causal
+
+    @property
+    def traits(self) -> Traits:
+        """What kernels are selected by; lengths, strides and the window are run-time values."""
+        return Traits(self.dtype, self.head_dim, self.head_dim_v)
 
 
 class Layout(NamedTuple):
@@ -116,7 +130,7 @@ def read(
     left, right = _window(window)
     if read_flag("causal", causal):
         right = 0
-    problem = Problem(dtype, *sizes, _scale(scale, sizes[5]), left, right)
+    problem = Problem(dtype, *sizes, _scale(scale, sizes[5], dtype), left, right)
     return problem, Arrays(axes, q.device, q, k, v)
 
 
@@ -279,7 +293,7 @@ def _window(window: Any) -> tuple[int, int]:
     return tuple(OPEN if side == -1 else min(side, OPEN) for side in sides)  # type: ignore[return-value]
 
 
-def _scale(scale: Any, head_dim: int) -> float:
+def _scale(scale: Any, head_dim: int, dtype: DType) -> float:
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, np.ndarray) and scale.ndim == 0:
@@ -293,6 +307,6 @@ def _scale(scale: Any, head_dim: int) -> float:
         value = float(scale)
     except OverflowError:  # of int and Fraction
         value = math.inf
-    if not math.isfinite(value):
-        raise ValueError(f"scale: expected a finite number, got {value}")
+    if not abs(value) <= np.finfo(dtype.accum).max:
+        raise ValueError(f"scale: expected a finite number (of {dtype.accum}), got {value}")
     return value

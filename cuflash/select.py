@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose a plan: the loop over the families, written once.
 
-A family is an object with ``rejects``, ``forward`` and ``backward`` (see ``arch/``). They are asked
-in order of speed; the first that neither rejects the problem nor runs out of shared memory serves.
+A family is an object with ``rejects``, ``forward`` and ``backward`` (see ``arch/``). For each
+kernel of a direction it offers candidates, best first; the first that fits the device's shared
+memory is taken. Families are asked in order of speed, and the first that can serve does.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Literal
 
 from .arch.simt import Simt
 from .device import Device
-from .dtypes import DType
-from .plan import Plan
+from .plan import KernelPlan, Plan
+from .problem import Traits
 
 __all__ = ["FAMILIES", "choose"]
 
@@ -21,24 +23,19 @@ FAMILIES = (Simt(),)
 
 
 @functools.cache
-def choose(
-    direction: Literal["forward", "backward"],
-    dtype: DType,
-    head_dim: int,
-    head_dim_v: int,
-    device: Device,
-) -> Plan:
-    """Return the plan for a direction. Lengths, strides and options do not matter for it."""
+def choose(direction: Literal["forward", "backward"], traits: Traits, device: Device) -> Plan:
+    """Return the plan for a direction."""
     reasons = []
     for family in FAMILIES:
-        reason = family.rejects(dtype, head_dim, head_dim_v, device)
+        reason = family.rejects(traits, device)
         if reason is None:
-            for plan in getattr(family, direction)(dtype, head_dim, head_dim_v, device):
-                if all(kernel.smem_bytes <= device.smem_per_block for kernel in plan):
-                    return plan
+            plan = [_first_fit(offers, device) for offers in getattr(family, direction)(traits)]
+            if None not in plan:
+                return tuple(kernel for kernel in plan if kernel is not None)
             reason = f"no tile fits {device.smem_per_block} bytes of shared memory"
         reasons.append(f"{family.name}: {reason}")
-    raise RuntimeError(
-        f"no kernel for {dtype}, head sizes {head_dim} and {head_dim_v} on {device.name} "
-        f"({'; '.join(reasons)})"
-    )
+    raise RuntimeError(f"no kernel for {traits} on {device.name} ({'; '.join(reasons)})")
+
+
+def _first_fit(offers: Sequence[KernelPlan], device: Device) -> KernelPlan | None:
+    return next((plan for plan in offers if plan.smem_bytes <= device.smem_per_block), None)

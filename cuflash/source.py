@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from pathlib import Path
@@ -22,32 +21,28 @@ HOST_INCLUDES = ("host", ".")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
-def files(name: str, includes: tuple[str, ...] = (".",), root: Path | None = None) -> list[Path]:
-    """Return `name` and every file that it includes, directly or not, in the order of reading."""
-    root = KERNEL_ROOT if root is None else root
+def files(text: str, includes: tuple[str, ...] = (".",)) -> list[Path]:
+    """Return every file that a translation unit includes, directly or not, in the order read."""
     found: dict[Path, None] = {}
 
-    def visit(name: str, beside: Path | None) -> None:
-        folders = [root / folder for folder in includes]
-        if beside is not None:
-            folders.insert(0, beside)
-        path = next((f / name for f in folders if (f / name).is_file()), None)
-        if path is None:
-            raise FileNotFoundError(f"kernel source {name!r} is not in {root}")
-        path = path.resolve()
-        if path not in found:
-            found[path] = None
-            for inner in _INCLUDE.findall(path.read_text(encoding="utf-8")):
-                visit(inner, path.parent)
+    def visit(text: str, beside: tuple[Path, ...]) -> None:
+        for name in _INCLUDE.findall(text):
+            folders = (*beside, *(KERNEL_ROOT / folder for folder in includes))
+            path = next((f / name for f in folders if (f / name).is_file()), None)
+            if path is None:
+                raise FileNotFoundError(f"kernel source {name!r} is not in {KERNEL_ROOT}")
+            path = path.resolve()
+            if path not in found:
+                found[path] = None
+                visit(path.read_text(encoding="utf-8"), (path.parent,))
 
-    visit(name, None)
+    visit(text, ())
     return list(found)
 
 
-@functools.cache
-def digest(name: str, includes: tuple[str, ...] = (".",), root: Path | None = None) -> str:
-    """Return a digest of the contents of `files`; read once a process."""
-    sha = hashlib.sha256()
-    for path in files(name, includes, root):
+def digest(text: str, includes: tuple[str, ...] = (".",)) -> str:
+    """Return a digest of a translation unit with all that it includes, as it is on disk now."""
+    sha = hashlib.sha256(text.encode())
+    for path in files(text, includes):
         sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return sha.hexdigest()[:32]

@@ -15,6 +15,7 @@ from cuflash import device, select
 from cuflash.arch import simt
 from cuflash.dtypes import DTYPES
 from cuflash.plan import BackwardDkdvSimt, BackwardDqSimt, Delta, ForwardSimt, KernelPlan, Plan
+from cuflash.problem import Traits
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,12 @@ _COVERING = [
 
 def shipped(dtype: str, head_dim: int, head_dim_v: int, where: device.Device = device.CPU) -> Row:
     """Return the plans that a call gets."""
-    row = DTYPES[dtype]
+    traits = Traits(DTYPES[dtype], head_dim, head_dim_v)
     return Row(
-        f"{dtype}-shipped-{head_dim}x{head_dim_v}",
+        f"{dtype}-shipped-{head_dim}x{head_dim_v}" + ("" if where.is_cpu else f"-{where.name}"),
         dtype,
-        select.choose("forward", row, head_dim, head_dim_v, where),
-        select.choose("backward", row, head_dim, head_dim_v, where),
+        select.choose("forward", traits, where),
+        select.choose("backward", traits, where),
         head_dim,
         head_dim_v,
     )
@@ -122,6 +123,13 @@ _SHIPPED_SIZES = [(16, 16), (64, 64), (128, 128), (96, 40)]
 
 ROWS = [_small(*row) for row in _COVERING] + [
     shipped(dtype, *sizes) for dtype in DTYPES for sizes in _SHIPPED_SIZES
+]
+
+# What GPUs with little shared memory get, and large heads: executed too, with fewer examples.
+FEW_ROWS = [
+    shipped(dtype, *sizes, device.architecture(7, 5))
+    for dtype in ("bfloat16", "float32", "float64")
+    for sizes in [(64, 64), (128, 128), (192, 256), (512, 512)]
 ]
 
 ARCHITECTURES = {
@@ -154,7 +162,8 @@ def cubins(full: bool = False) -> list[tuple[str, KernelPlan]]:
     return list(found)
 
 
-def candidates(dtype: str, head_dim: int, head_dim_v: int) -> list[ForwardSimt]:
-    """Return all forward plans that the family offers for a head size."""
-    plans = simt.Simt().forward(DTYPES[dtype], head_dim, head_dim_v, device.CPU)
-    return [plan for (plan,) in plans if isinstance(plan, ForwardSimt)]
+def candidates(direction: str, dtype: str, head_dim: int, head_dim_v: int) -> list[Plan]:
+    """Return plans that use each candidate of each kernel of a direction."""
+    offers = getattr(simt.Simt(), direction)(Traits(DTYPES[dtype], head_dim, head_dim_v))
+    longest = max(len(kernels) for kernels in offers)
+    return [tuple(kernels[min(i, len(kernels) - 1)] for kernels in offers) for i in range(longest)]

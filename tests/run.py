@@ -13,15 +13,14 @@ from check import Inputs
 import cuflash
 from cuflash import compile, device, launch
 from cuflash.plan import Plan
+from cuflash.problem import Traits
 
 
 @contextlib.contextmanager
 def using(forward: Plan, backward: Plan) -> Iterator[None]:
     """Let every call run these plans instead of those that `select` would choose."""
 
-    def steps(
-        direction: str, dtype: Any, head_dim: int, head_dim_v: int, index: int | None
-    ) -> list[Any]:
+    def steps(direction: str, traits: Traits, index: int | None) -> list[Any]:
         where = device.CPU if index is None else device.gpu(index)
         plan = forward if direction == "forward" else backward
         return [(kernel, compile.kernel(kernel, where, index)) for kernel in plan]

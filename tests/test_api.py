@@ -595,7 +595,7 @@ def test_debug_names_problem_and_plan(
     cuflash.attention(x, x, x)
     lines = [line for line in capsys.readouterr().err.splitlines() if "->" in line]
     assert len(lines) == 1
-    for part in ("cuflash: forward", "float32", "head sizes 8 and 8", "ForwardSimt(", "bytes of"):
+    for part in ("cuflash: forward", "float32", "head_dim=8", "ForwardSimt(", "bytes of"):
         assert part in lines[0]
 
 

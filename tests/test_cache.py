@@ -22,6 +22,7 @@ import cuflash
 from cuflash import cache, compile, device, host, launch, select, source
 from cuflash.dtypes import DTYPES
 from cuflash.plan import Delta
+from cuflash.problem import Traits
 
 ROOT = Path(__file__).parent.parent
 PLAN = Delta("float32")
@@ -30,7 +31,7 @@ SM90 = device.architecture(9, 0)
 
 def clear() -> None:
     """Forget everything that a process remembers of the cache."""
-    for remembered in (cache._readable, cache._private, source.digest, compile._runtime):
+    for remembered in (cache._readable, cache._private, compile._runtime):
         remembered.cache_clear()
     for remembered in (launch._steps, host.find_compiler, select.choose):
         remembered.cache_clear()
@@ -290,7 +291,6 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Names of the files that a kernel would be kept in, for both kinds of machine."""
-    source.digest.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(compile, "cached", lambda name, build: Path(name))
         return {"cpu": compile.host_library(PLAN).name, "gpu": compile.cubin(PLAN, SM90).name}
@@ -300,6 +300,31 @@ def test_names_tell_kernel_machine_and_key(monkeypatch: pytest.MonkeyPatch) -> N
     got = names(monkeypatch)
     assert re.fullmatch(r"delta-cpu-[0-9a-f]{24}\.so", got["cpu"])
     assert re.fullmatch(r"delta-sm_90-[0-9a-f]{24}\.cubin", got["gpu"])
+
+
+def test_an_edit_in_the_middle_of_a_session_is_seen(kernels: Path) -> None:
+    """A digest that is remembered from before an edit would file the new code under the old key."""
+    clean = compile.host_library(PLAN)
+    path = kernels / "attention" / "delta.cu"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text + "// edited\n", encoding="utf-8")
+    assert compile.host_library(PLAN) != clean
+    path.write_text(text, encoding="utf-8")
+    assert compile.host_library(PLAN) == clean
+
+
+def test_an_edit_during_a_compilation_is_refused(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.find_compiler()  # which compiles too
+
+    def edit(*_: object, **__: object) -> None:
+        with (kernels / "attention" / "delta.cu").open("a", encoding="utf-8") as file:
+            file.write("// edited\n")
+
+    monkeypatch.setattr(host, "compile_library", edit)
+    with pytest.raises(RuntimeError, match=r"delta.*changed while it was compiled"):
+        compile.host_library(Delta("float64"))
 
 
 def test_keys_do_not_depend_on_the_place(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +356,7 @@ def test_an_edited_source_has_another_key(kernels: Path, monkeypatch: pytest.Mon
 
 
 def _files(name: str, includes: tuple[str, ...]) -> list[Path]:
-    return source.files(name, includes, source.KERNEL_ROOT)
+    return source.files(f'#include "{name}"\n', includes)
 
 
 def test_all_that_is_included_is_found(kernels: Path) -> None:
@@ -385,7 +410,7 @@ def test_plans_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
         for dtype in DTYPES.values()
         for head_dim in (8, 64, 128)
         for direction in ("forward", "backward")
-        for plan in select.choose(direction, dtype, head_dim, head_dim, device.CPU)
+        for plan in select.choose(direction, Traits(dtype, head_dim, head_dim), device.CPU)
     }
     assert len({compile.host_library(plan) for plan in plans}) == len(plans)
     assert len({compile.cubin(plan, SM90) for plan in plans}) == len(plans)
@@ -436,7 +461,7 @@ def test_cubins_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_architecture_that_nvrtc_does_not_know() -> None:
     future = device.Device("GeForce 9999", (99, 0), 100, 65536, 65536)
     with pytest.raises(RuntimeError) as caught:
-        compile.compile_cubin("", "delta", future)
+        compile.compile_cubin("", Delta("float32"), future)
     message = str(caught.value)
     for part in ("NVRTC ", "GeForce 9999", "compute capability 99.0", "pip install -U nvidia-cuda"):
         assert part in message
@@ -445,7 +470,7 @@ def test_an_architecture_that_nvrtc_does_not_know() -> None:
 
 def test_a_source_that_does_not_compile_shows_the_log() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)^delta does not compile for sm_90:\n.*nonsense"):
-        compile.compile_cubin("nonsense", "delta", SM90)
+        compile.compile_cubin("nonsense", Delta("float32"), SM90)
 
 
 def test_no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,11 +537,12 @@ import locale, os, pathlib
 import numpy as np, cuflash
 from cuflash import compile, device, select, source
 from cuflash.dtypes import DTYPES
+from cuflash.problem import Traits
 source.KERNEL_ROOT = pathlib.Path(os.environ["KERNELS"])
 assert locale.getpreferredencoding(False).lower().replace("-", "") != "utf8"
 x = np.ones((5, 2, 8), "f4")
 assert (cuflash.attention(x, x, x) == 1).all()
-for plan in select.choose("forward", DTYPES["float32"], 8, 8, device.architecture(9, 0)):
+for plan in select.choose("forward", Traits(DTYPES["float32"], 8, 8), device.architecture(9, 0)):
     compile.cubin(plan, device.architecture(9, 0))
 """
     variables = dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", KERNELS=str(kernels))

@@ -9,6 +9,7 @@ import pytest
 from cuflash import compile, device, select
 from cuflash.dtypes import DTYPES
 from cuflash.plan import Delta, KernelPlan
+from cuflash.problem import Traits
 
 CUBINS = matrix.cubins()
 
@@ -19,7 +20,7 @@ NAMES = [f"{name}-{plan.kernel}-{i}" for i, (name, plan) in enumerate(CUBINS)]
 @pytest.mark.parametrize(("name", "plan"), CUBINS, ids=NAMES)
 def test_plan_compiles_without_spills(name: str, plan: KernelPlan) -> None:
     text = compile.translation_unit(plan, cpu=False)
-    image, log = compile.compile_cubin(text, plan.kernel, matrix.ARCHITECTURES[name])
+    image, log = compile.compile_cubin(text, plan, matrix.ARCHITECTURES[name])
     usage = compile.usage(log)
     assert image[:4] == b"\x7fELF"
     assert usage.registers > 0, f"no report of registers in {log!r}"
@@ -33,8 +34,9 @@ def test_plan_compiles_without_spills(name: str, plan: KernelPlan) -> None:
 def test_every_head_size_has_plans_that_fit(where: device.Device, dtype: str) -> None:
     for head_dim in range(1, 513):
         for head_dim_v in {1, head_dim, 513 - head_dim}:
+            traits = Traits(DTYPES[dtype], head_dim, head_dim_v)
             for direction in ("forward", "backward"):
-                for plan in select.choose(direction, DTYPES[dtype], head_dim, head_dim_v, where):
+                for plan in select.choose(direction, traits, where):
                     assert plan.smem_bytes <= where.smem_per_block
                     assert plan.threads <= 1024
                     if not isinstance(plan, Delta):

@@ -147,9 +147,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(source, "KERNEL_ROOT", root)
     monkeypatch.setattr(compile, "_kernels", {})
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
-    source.digest.cache_clear()
     yield root
-    source.digest.cache_clear()
 
 
 def examine(row: Row) -> None:

@@ -839,6 +839,7 @@ import numpy as np, ml_dtypes
 import cuflash
 from cuflash import compile, device, select
 from cuflash.dtypes import DTYPES
+from cuflash.problem import Traits
 if sys.argv[1] == "gpu":
     import cupy
     for dtype in (np.float16, ml_dtypes.bfloat16):
@@ -847,8 +848,8 @@ if sys.argv[1] == "gpu":
 else:
     sm90 = device.architecture(9, 0)
     for dtype in ("float16", "bfloat16"):
-        for plan in select.choose("forward", DTYPES[dtype], 16, 16, sm90):
-            compile.compile_cubin(compile.translation_unit(plan, cpu=False), plan.kernel, sm90)
+        for plan in select.choose("forward", Traits(DTYPES[dtype], 16, 16), sm90):
+            compile.compile_cubin(compile.translation_unit(plan, cpu=False), plan, sm90)
 """
 
 

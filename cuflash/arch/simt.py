@@ -7,12 +7,13 @@ where two would do; see docs/measured.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..device import Device
 from ..dtypes import DTYPES, DType
-from ..plan import BackwardDkdvSimt, BackwardDqSimt, Delta, ForwardSimt, KernelPlan, Plan
+from ..plan import BackwardDkdvSimt, BackwardDqSimt, Delta, ForwardSimt, KernelPlan
+from ..problem import Traits
 
 __all__ = ["Simt"]
 
@@ -40,7 +41,6 @@ _FORWARD = {
         _Tile(96, 64, 64, 16, 8, 32, 2, 2),
         _Tile(128, 64, 64, 16, 8, 64, 2, 4),
         _Tile(256, 64, 64, 16, 16, 64, 1, 2),
-        _Tile(256, 32, 64, 16, 16, 32, 1, 2),
         _Tile(512, 32, 64, 16, 16, 64, 1, 2),
     ),
     8: (
@@ -113,48 +113,36 @@ class Simt:
 
     name = "simt"
 
-    def rejects(self, dtype: DType, head_dim: int, head_dim_v: int, device: Device) -> str | None:
+    def rejects(self, traits: Traits, device: Device) -> str | None:
         """Return why the family cannot serve a problem: never."""
         return None
 
-    def forward(
-        self, dtype: DType, head_dim: int, head_dim_v: int, device: Device
-    ) -> Iterator[Plan]:
-        """Yield candidate plans of the forward, best first."""
-        for tile in _rows(_FORWARD, dtype, head_dim, head_dim_v):
-            for resident in (True, False):
-                yield (forward(dtype, tile, head_dim, head_dim_v, resident),)
+    def forward(self, traits: Traits) -> list[list[KernelPlan]]:
+        """Return the candidates for the one kernel of the forward, best first."""
+        return [_candidates(_FORWARD, forward, traits)]
 
-    def backward(
-        self, dtype: DType, head_dim: int, head_dim_v: int, device: Device
-    ) -> Iterator[Plan]:
-        """Yield candidate plans of the backward, best first."""
-        dq = [
-            backward_dq(dtype, tile, head_dim, head_dim_v, resident)
-            for tile in _rows(_BACKWARD_DQ, dtype, head_dim, head_dim_v)
-            for resident in (True, False)
+    def backward(self, traits: Traits) -> list[list[KernelPlan]]:
+        """Return the candidates for each kernel of the backward, best first."""
+        return [
+            [Delta(traits.dtype.name)],
+            _candidates(_BACKWARD_DQ, backward_dq, traits),
+            _candidates(_BACKWARD_DKDV, backward_dkdv, traits),
         ]
-        dkdv = [
-            backward_dkdv(dtype, tile, head_dim, head_dim_v, resident)
-            for tile in _rows(_BACKWARD_DKDV, dtype, head_dim, head_dim_v)
-            for resident in (True, False)
-        ]
-        # The two kernels are independent: the best of each that fits.
-        yield Delta(dtype.name), _first_fit(dq, device), _first_fit(dkdv, device)
 
 
-def _first_fit(plans: Sequence[KernelPlan], device: Device) -> KernelPlan:
-    return next((plan for plan in plans if plan.smem_bytes <= device.smem_per_block), plans[-1])
-
-
-def _rows(
-    table: dict[int, tuple[_Tile, ...]], dtype: DType, head_dim: int, head_dim_v: int
-) -> list[_Tile]:
-    """Return the rows for the smallest sufficient head size, in order."""
-    rows = table[dtype.accum.itemsize]
-    need = max(head_dim, head_dim_v)
+def _candidates(
+    table: dict[int, tuple[_Tile, ...]], make: Callable[..., KernelPlan], traits: Traits
+) -> list[KernelPlan]:
+    """Return the plans of the rows for the smallest sufficient head size, in order."""
+    rows = table[traits.dtype.accum.itemsize]
+    need = max(traits.head_dim, traits.head_dim_v)
     size = min(row.head_dim for row in rows if row.head_dim >= need)
-    return [row for row in rows if row.head_dim == size]
+    return [
+        make(traits.dtype, row, traits.head_dim, traits.head_dim_v, resident)
+        for row in rows
+        if row.head_dim == size
+        for resident in (True, False)
+    ]
 
 
 def chunks_of(head_dim: int, chunk: int) -> int:

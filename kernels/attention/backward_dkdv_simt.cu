@@ -24,9 +24,9 @@
 
 using tile::Lane;
 
-constexpr int kRowsPerLane = plan::kTileKv / plan::kThreadsY;
-constexpr int kQueriesPerLane = plan::kTileQ / plan::kThreadsX;
-constexpr int kColsPerLane = plan::kChunk / plan::kThreadsX;
+constexpr int kRowsPerLane = tile::per_lane<plan::kTileKv, plan::kThreadsY>();
+constexpr int kQueriesPerLane = tile::per_lane<plan::kTileQ, plan::kThreadsX>();
+constexpr int kColsPerLane = tile::per_lane<plan::kChunk, plan::kThreadsX>();
 constexpr int kResident = plan::kResidentChunks;  // 0: K and V pass by in chunks too
 
 struct Smem {
@@ -49,8 +49,8 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
     const Matrix k = matrix(p.k, work.batch, work.head, p.seqlen_kv, p.head_dim);
     const Matrix v = matrix(p.v, work.batch, work.head, p.seqlen_kv, p.head_dim_v);
     const int32 first_key = work.tile * plan::kTileKv;
-    const int32 k_chunks = tiles_of(p.head_dim, plan::kChunk);
-    const int32 v_chunks = tiles_of(p.head_dim_v, plan::kChunk);
+    const int32 k_chunks = ceil_div(p.head_dim, plan::kChunk);
+    const int32 v_chunks = ceil_div(p.head_dim_v, plan::kChunk);
     const TileRange queries = band.query_tiles(first_key, plan::kTileKv, plan::kTileQ);
     const Accum scale = static_cast<Accum>(p.scale);
 
@@ -166,9 +166,10 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
     backward_dkdv_simt(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
-    const int32 tiles = tiles_of(p.seqlen_kv, plan::kTileKv);
+    const int32 tiles = ceil_div(p.seqlen_kv, plan::kTileKv);
     const int64 parts = p.batch * p.heads_kv * tiles;
     for (int64 index = blockIdx.x; index < parts; index += gridDim.x) {
+        if (index != blockIdx.x) __syncthreads();  // all have finished the previous part
         // Causal: the first keys are seen by most rows, and they go first as they stand.
         backward_dkdv_tile(p, work_at(index, p.heads_kv, tiles), smem);
     }

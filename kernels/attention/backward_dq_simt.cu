@@ -25,9 +25,9 @@
 
 using tile::Lane;
 
-constexpr int kRowsPerLane = plan::kTileQ / plan::kThreadsY;
-constexpr int kKeysPerLane = plan::kTileKv / plan::kThreadsX;
-constexpr int kColsPerLane = plan::kChunk / plan::kThreadsX;
+constexpr int kRowsPerLane = tile::per_lane<plan::kTileQ, plan::kThreadsY>();
+constexpr int kKeysPerLane = tile::per_lane<plan::kTileKv, plan::kThreadsX>();
+constexpr int kColsPerLane = tile::per_lane<plan::kChunk, plan::kThreadsX>();
 constexpr int kResident = plan::kResidentChunks;  // 0: Q and dout pass by in chunks too
 
 struct Smem {
@@ -47,8 +47,8 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
     const Matrix k = matrix(p.k, work.batch, head_kv, p.seqlen_kv, p.head_dim);
     const Matrix v = matrix(p.v, work.batch, head_kv, p.seqlen_kv, p.head_dim_v);
     const int32 first_query = work.tile * plan::kTileQ;
-    const int32 k_chunks = tiles_of(p.head_dim, plan::kChunk);
-    const int32 v_chunks = tiles_of(p.head_dim_v, plan::kChunk);
+    const int32 k_chunks = ceil_div(p.head_dim, plan::kChunk);
+    const int32 v_chunks = ceil_div(p.head_dim_v, plan::kChunk);
     const TileRange keys = band.key_tiles(first_query, plan::kTileQ, plan::kTileKv);
     const Accum scale = static_cast<Accum>(p.scale);
 
@@ -133,9 +133,10 @@ __device__ __forceinline__ void backward_dq_tile(const Params& p, const Work& wo
 extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
     backward_dq_simt(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
-    const int32 tiles = tiles_of(p.seqlen_q, plan::kTileQ);
+    const int32 tiles = ceil_div(p.seqlen_q, plan::kTileQ);
     const int64 parts = p.batch * p.heads_q * tiles;
     for (int64 index = blockIdx.x; index < parts; index += gridDim.x) {
+        if (index != blockIdx.x) __syncthreads();  // all have finished the previous part
         Work work = work_at(index, p.heads_q, tiles);
         work.tile = tiles - 1 - work.tile;  // causal: the last rows see most keys, so they go first
         backward_dq_tile(p, work, smem);

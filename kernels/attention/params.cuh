@@ -23,7 +23,7 @@ struct Params {
     Tensor k;         // (batch, seqlen_kv, heads_kv, head_dim)
     Tensor v;         // (batch, seqlen_kv, heads_kv, head_dim_v)
     Tensor out;       // (batch, seqlen_q, heads_q, head_dim_v)
-    Tensor dout;      // as out; backward only, like the four below
+    Tensor dout;      // as out; backward only, like dq, dk, dv, dlse and delta
     Tensor dq;        // as q
     Tensor dk;        // as k
     Tensor dv;        // as v

@@ -31,16 +31,18 @@ struct Band {
         return band;
     }
 
-    // Rows past the end count as visible: they are never stored.
+    // Also where a tile reaches past the end: rows that do not exist see nothing, or the zeros they
+    // are loaded as would meet the infinities of a key.
     __device__ __forceinline__ bool visible(int32 query, int32 key) const {
         const int32 diagonal = key - query;
-        return diagonal >= first_diagonal && diagonal <= last_diagonal && key < seqlen_kv;
+        return diagonal >= first_diagonal && diagonal <= last_diagonal && query < seqlen_q &&
+               key < seqlen_kv;
     }
 
     // Does every query of [query, query + queries) see every key of [key, key + keys)?
     __device__ __forceinline__ bool full(int32 query, int32 queries, int32 key, int32 keys) const {
-        const int32 last_query = min(query + queries, seqlen_q) - 1;
-        return key + keys <= seqlen_kv && key - last_query >= first_diagonal &&
+        return query + queries <= seqlen_q && key + keys <= seqlen_kv &&
+               key - (query + queries - 1) >= first_diagonal &&
                key + keys - 1 - query <= last_diagonal;
     }
 

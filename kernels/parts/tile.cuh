@@ -12,6 +12,14 @@ namespace tile {
 
 constexpr int kThreads = plan::kThreadsY * plan::kThreadsX;
 static_assert(plan::kThreadsX <= 32 && 32 % plan::kThreadsX == 0, "a row must not leave its warp");
+static_assert(kThreads % 32 == 0, "row_max and row_sum name all lanes of a warp");
+
+// How many rows or columns of a tile each lane holds.
+template <int kLength, int kLanes>
+__device__ constexpr int per_lane() {
+    static_assert(kLength % kLanes == 0, "some rows or columns would be nobody's");
+    return kLength / kLanes;
+}
 
 using Group = hw::Vec<Accum, kGroup>;
 
@@ -112,12 +120,12 @@ __device__ __forceinline__ bool stage(
     return __syncthreads_or(look && transfer.nonfinite());
 }
 
-// Load the first tiles of a block's part, one chunk of columns each.
+// Load the operand that stays for the whole part of a block, a tile for each chunk of columns. No
+// barrier: none may be reading the tiles any more, and the next stage() makes them visible.
 template <int kRows, int kCols, int kChunks>
 __device__ __forceinline__ void stage_all(Shared<kRows, kCols> (&to)[kChunks],
                                           const Matrix& m,
                                           int32 first_row) {
-    __syncthreads();  // the block's previous part may still be reading
     for (int c = 0; c * kCols < m.cols; ++c) {
         Transfer<kRows, kCols> transfer;
         transfer.load(m, first_row, c * kCols);

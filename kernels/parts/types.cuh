@@ -22,6 +22,8 @@ struct AccumOf<double> {
     using type = double;
 };
 
+__device__ __forceinline__ int32 ceil_div(int32 a, int32 b) { return (a + b - 1) / b; }
+
 // Element -> accumulator type, exact.
 __device__ __forceinline__ float widen(float16 x) { return hw::to_float(x); }
 __device__ __forceinline__ float widen(bfloat16 x) { return hw::to_float(x); }

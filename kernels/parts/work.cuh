@@ -15,7 +15,3 @@ __device__ __forceinline__ Work work_at(int64 index, int32 heads, int32 tiles) {
     const int64 row = index / tiles;
     return {row / heads, static_cast<int32>(row % heads), static_cast<int32>(index % tiles)};
 }
-
-__device__ __forceinline__ int32 tiles_of(int32 length, int32 tile) {
-    return (length + tile - 1) / tile;
-}
