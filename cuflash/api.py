@@ -121,7 +121,8 @@ def attention_vjp(
     vjp : callable
         ``vjp(dout, *, dlse=None, out=None, workspace=None)`` returns the `Gradients` of
         ``sum(out * dout)`` (plus ``sum(lse * dlse)``), as `attention_backward` does. It keeps q, k,
-        v, out and lse alive, and may be called any number of times.
+        v, out and lse, not copies of them, and may be called any number of times: what is written
+        into those arrays before (``out += x``) changes the gradients.
 
     Examples
     --------

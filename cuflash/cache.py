@@ -26,7 +26,12 @@ __all__ = ["cached", "folder"]
 def _wanted() -> Path:
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            # Absolute: a relative one would move with the working directory, and a library whose
+            # path has no slash would be looked for in the system's folders.
+            return Path(chosen).expanduser().absolute()
+        except RuntimeError as error:
+            raise RuntimeError(f"CUFLASH_CACHE_DIR is {chosen!r}: {error}") from error
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "cuflash"

@@ -136,14 +136,15 @@ def find_compiler() -> Compiler:
     ]
     if find_spec("ziglang"):
         candidates.append((sys.executable, "-m", "ziglang", "c++"))
+    failures = ""
     for command in candidates:
         try:
             return probe(command)
-        except (OSError, RuntimeError):
-            continue
+        except (OSError, RuntimeError) as error:
+            failures += f"; {shlex.join(command)} is there, but: {str(error).splitlines()[-1]}"
     raise RuntimeError(
         "running kernels on the CPU needs a C++ compiler: install one (`pip install ziglang`, or "
-        "g++ or clang++ from the system), or name one in the environment variable CXX"
+        f"g++ or clang++ from the system), or name one in the environment variable CXX{failures}"
     )
 
 
@@ -219,12 +220,13 @@ def _run(command: Sequence[str]) -> str:
 @functools.lru_cache(maxsize=1)
 def _zig_caches() -> dict[str, str]:
     """Return where zig shall cache, if it cannot do so in its own place: it would not run."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/", ".cache")
-    folder = Path(home, "zig").absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if os.access(folder, os.W_OK):
-        return {}
+    home, cache = os.environ.get("HOME"), os.environ.get("XDG_CACHE_HOME")
+    if home or cache:  # else zig looks no further
+        folder = Path(cache or Path(home or "/", ".cache"), "zig").absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if os.access(folder, os.W_OK):
+            return {}
     private = tempfile.mkdtemp(prefix="cuflash-zig-")
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     return {"ZIG_GLOBAL_CACHE_DIR": private, "ZIG_LOCAL_CACHE_DIR": private}

@@ -42,7 +42,12 @@ def host_seed() -> int:
 
     Results do not depend on it, unless a kernel lacks a barrier; tests vary it for that reason.
     """
-    return int(os.environ.get("CUFLASH_HOST_SEED", "0"))
+    text = os.environ.get("CUFLASH_HOST_SEED") or "0"
+    if not text.isascii() or not text.isdigit() or int(text) >= 2**64:
+        raise ValueError(
+            f"CUFLASH_HOST_SEED: expected an integer from 0 to 2**64 - 1, got {text!r}"
+        )
+    return int(text)
 
 
 class Names(NamedTuple):

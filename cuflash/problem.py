@@ -116,6 +116,10 @@ class Arrays(NamedTuple):
     dlse: View | None = None
 
 
+#: What the fields of Arrays from `q` on are called in signatures.
+_ARGUMENTS = ("q", "k", "v", "output", "lse", "dout", "dlse")
+
+
 def read(
     q: Any, k: Any, v: Any, scale: Any, causal: Any, window: Any, layout: Any
 ) -> tuple[Problem, Arrays]:
@@ -223,7 +227,7 @@ def read_destination(
             f"{name}: expected an array whose elements lie apart, got strides {x.strides} for "
             f"shape {x.shape}, as of a broadcast view"
         )
-    for other, y in zip(Arrays._fields[2:], inputs[2:], strict=True):
+    for other, y in zip(_ARGUMENTS, inputs[2:], strict=True):
         if y is not None and arrays.overlap(x, y):
             raise ValueError(
                 f"{name}: shares memory with {other}, which would be overwritten while it is read; "

@@ -217,6 +217,20 @@ def test_infinite_keys_do_not_meet_rows_that_are_not_there(
     assert not host(grads.dk)[:, 5].any() and not host(grads.dv)[:, 5].any()
 
 
+@every_dtype
+def test_an_infinite_score_stays_in_its_rows(backend: Backend, dtype: str) -> None:
+    """lse is +inf in rows with a score of +inf, also if more tiles follow, and NaN in none."""
+    inputs = arrays_of(call(dtype, seqlen_q=100, seqlen_kv=200, window=(1, -1), with_dlse=False))
+    k = inputs.k.copy()
+    k[:, 153] = np.inf  # seen by rows up to 53
+    inputs = replace(inputs, q=np.abs(inputs.q), k=k)
+    want = exact(inputs, backward=True)
+    out, lse, grads = both(on(backend, inputs))
+    np.testing.assert_array_equal(np.isposinf(host(lse)), np.isposinf(want["lse"]))
+    for name, got in {"out": out, "lse": lse, "dq": grads.dq, "dv": grads.dv}.items():
+        np.testing.assert_array_equal(np.isnan(host(got)), np.isnan(want[name]), err_msg=name)
+
+
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: row.name)
 @settings(max_examples=6)
 @given(data=st.data())

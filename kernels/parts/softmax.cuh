@@ -44,11 +44,13 @@ struct Row {
         return finite ? maximum : Accum(0);
     }
 
-    // Raise the maximum to `candidate`; returns the factor for all that was accumulated before.
+    // Raise the maximum to `candidate`; returns the factor for all that was accumulated before. An
+    // infinite score drowns the rest: its row is NaN and lse is infinite, but not 0 * inf = NaN.
     __device__ __forceinline__ Accum raise(Accum candidate) {
         const Accum before = maximum;
         maximum = larger(maximum, candidate);
-        const Accum factor = exponential(before - reference());
+        const Accum factor = maximum == infinity<Accum>() ? Accum(before == maximum)
+                                                          : exponential(before - reference());
         sum *= factor;
         return factor;
     }
