@@ -17,6 +17,7 @@ import os
 import shutil
 import stat
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,9 +71,17 @@ def _readable(wanted: Path) -> Path | None:
     """Return the cache folder if it can be read and nobody else writes to it."""
     try:
         wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return wanted if _is_ours(wanted) else None
+        if _is_ours(wanted):
+            return wanted
     except OSError:
         return None
+    warnings.warn(
+        f"cuflash: not caching in {wanted}, since it belongs to somebody else or others can write "
+        "to it (chmod go-w); every process compiles its kernels anew",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 def folder() -> Path:

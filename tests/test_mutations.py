@@ -67,8 +67,8 @@ MUTANTS = [
         "diagonal >= first_diagonal",
         "diagonal > first_diagonal",
     ),
-    Mutant("keys-past-the-end-count", "parts/mask.cuh", " && key < seqlen_kv;", ";"),
-    Mutant("full-ignores-the-end", "parts/mask.cuh", "key + keys <= seqlen_kv && key", "key"),
+    Mutant("keys-past-the-end-count", "parts/mask.cuh", "key < seqlen_kv;", "true;"),
+    Mutant("full-ignores-the-end", "parts/mask.cuh", "key + keys <= seqlen_kv &&", "true &&"),
     Mutant("top-left-alignment", "parts/mask.cuh", "p.seqlen_kv - p.seqlen_q;", "0;"),
     Mutant("last-key-tile-lost", "parts/mask.cuh", "last / tile + 1}", "(last + tile - 1) / tile}"),
     Mutant(
@@ -136,7 +136,16 @@ def _row(name: str) -> Row:
 
 
 #: Several chunks, small tiles, and an element type for which no rounding hides a fault.
-PLANS = [_row("float32-tall-3x3-resident"), _row("float64-square-3x3-passing")]
+PLANS = [
+    _row(name)
+    for name in (
+        "float32-tall-3x3-resident",
+        "float64-square-3x3-passing",
+        "float32-wide-1x1-passing",
+        "float64-wide-2x1-passing",
+        "float32-square-1x2-passing",
+    )
+]
 
 
 @pytest.fixture
