@@ -62,6 +62,7 @@ _MODULES = (
     "plan",
     "select",
     "launch",
+    "params",
     "compile",
     "problem",
     "dtypes",

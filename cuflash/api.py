@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from . import arrays, launch
 from .arrays import View
 from .gradients import Gradients
-from .problem import Arrays, Problem, read, read_backward, read_destination, read_flag
+from .problem import Arrays, Destinations, Problem, read, read_backward, read_flag
 
 __all__ = ["attention", "attention_backward", "attention_vjp"]
 
@@ -93,8 +91,11 @@ def attention(
     """
     problem, inputs = read(q, k, v, scale, causal, window, layout)
     want_lse = read_flag("return_lse", return_lse)
-    out, lse = _forward(problem, inputs, want_lse, out)
-    return (out, lse) if want_lse else out
+    result, lse = _forward(problem, inputs, want_lse, out)
+    if lse is None:
+        return _given(out, result)
+    to_out, to_lse = out if isinstance(out, tuple) else (out, None)
+    return _given(to_out, result), _given(to_lse, lse)
 
 
 def attention_vjp(
@@ -132,13 +133,16 @@ def attention_vjp(
     problem, inputs = read(q, k, v, scale, causal, window, layout)
     want_lse = read_flag("return_lse", return_lse)
     result, lse = _forward(problem, inputs, True, None)
+    assert lse is not None
 
     def vjp(dout: Any, *, dlse: Any = None, out: Any = None, workspace: Any = None) -> Gradients:
         all_inputs = read_backward(problem, inputs, dout, result, lse, dlse)
         return _backward(problem, all_inputs, out, workspace)
 
     function: Callable[..., Gradients] = vjp
-    return (result, lse, function) if want_lse else (result, function)
+    if want_lse:
+        return result.array, lse.array, function
+    return result.array, function
 
 
 def attention_backward(
@@ -168,7 +172,8 @@ def attention_backward(
     q, k, v : array
         The arguments of the forward call.
     output, lse : array
-        What ``attention(..., return_lse=True)`` returned for them.
+        What ``attention(..., return_lse=True)`` returned for these very q, k, v and options. The
+        gradients of anything else are wrong, and nothing can tell: shapes are all that is checked.
     dlse : array, of the shape and dtype of `lse`, optional
         Gradient of the loss with respect to lse. Ignored in rows that see no key.
     scale, causal, window, layout
@@ -206,26 +211,26 @@ def attention_backward(
     return _backward(problem, inputs, out, workspace)
 
 
-def _forward(problem: Problem, inputs: Arrays, want_lse: bool, out: Any) -> tuple[Any, Any]:
+def _forward(
+    problem: Problem, inputs: Arrays, want_lse: bool, out: Any
+) -> tuple[View, View | None]:
     p, layout = problem, inputs.layout
-    to_out, to_lse = out, None
-    if isinstance(out, tuple):
-        if not want_lse or len(out) != 2:
-            raise TypeError(
-                "out: expected one array, or a pair (out, lse) together with return_lse=True, "
-                f"got a tuple of {len(out)}"
-            )
-        to_out, to_lse = out
+    to_out, to_lse = out if want_lse and isinstance(out, tuple) and len(out) == 2 else (out, None)
+    if isinstance(to_out, tuple):
+        raise TypeError(
+            "out: expected one array, or a pair (out, lse) together with return_lse=True, "
+            f"got a tuple of {len(to_out)}"
+        )
+    to = Destinations(inputs)
     with arrays.on(inputs.device):
         shape = layout.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
-        result = read_destination("out", to_out, shape, inputs.q.dtype, inputs)
+        result = to.result("out", to_out, shape, inputs.q.dtype)
         lse = None
         if want_lse:
             rows = layout.row_shape(p.batch, p.heads_q, p.seqlen_q)
-            lse = read_destination("lse of out", to_lse, rows, p.dtype.accum, inputs)
-            _apart("lse of out", lse, to_lse, "out", result)
+            lse = to.result("lse of out", to_lse, rows, p.dtype.accum)
         launch.forward(problem, inputs, result, lse)
-    return _given(to_out, result), None if lse is None else _given(to_lse, lse)
+    return result, lse
 
 
 def _backward(problem: Problem, inputs: Arrays, out: Any, workspace: Any) -> Gradients:
@@ -233,45 +238,21 @@ def _backward(problem: Problem, inputs: Arrays, out: Any, workspace: Any) -> Gra
         out = (None, None, None)
     if not isinstance(out, (tuple, list)) or len(out) != 3:
         raise TypeError(f"out: expected (dq, dk, dv), got {type(out).__name__}")
-    names = ("dq", "dk", "dv")
-    results: list[View] = []
+    to = Destinations(inputs)
     with arrays.on(inputs.device):
-        for name, destination, x in zip(names, out, (inputs.q, inputs.k, inputs.v), strict=True):
-            result = read_destination(f"{name} of out", destination, x.shape, x.dtype, inputs)
-            for other, earlier in zip(names, results, strict=False):
-                _apart(f"{name} of out", result, destination, other, earlier)
-            results.append(result)
-        dq, dk, dv = results
-        scratch = None
-        if workspace is not None:
-            scratch = _workspace(problem, inputs, workspace, dict(zip(names, results, strict=True)))
-        launch.backward(problem, inputs, dq, dk, dv, scratch)
-    return Gradients(*(_given(y, x) for x, y in zip(results, out, strict=True)))
-
-
-def _given(destination: Any, result: View) -> Any:
-    """Return the very object that the caller gave, as NumPy does, or the new array."""
-    return result.array if destination is None else destination
-
-
-def _apart(name: str, x: View, destination: Any, other: str, y: View) -> None:
-    if destination is not None and arrays.overlap(x, y):
-        raise ValueError(f"{name}: shares memory with {other}; pass another array")
-
-
-def _workspace(problem: Problem, inputs: Arrays, workspace: Any, results: dict[str, View]) -> View:
-    size = launch.workspace_bytes(problem)
-    x = arrays.adopt("workspace", workspace)
-    if x.dtype != np.uint8:
-        raise TypeError(f"workspace: expected dtype uint8, got {x.dtype}")
-    if x.ndim != 1 or x.shape[0] < size:
-        raise ValueError(
-            f"workspace: expected a one-dimensional array of at least {size} uint8, "
-            f"got shape {x.shape}"
+        dq, dk, dv = (
+            to.result(name, given, x.shape, x.dtype)
+            for name, given, x in zip(_GRADIENTS, out, inputs[2:5], strict=True)
         )
-    if x.address % 16 or not x.array.flags.c_contiguous:
-        raise ValueError("workspace: expected a contiguous array aligned to 16 bytes")
-    x = read_destination("workspace", workspace, x.shape, x.dtype, inputs)
-    for other, y in results.items():
-        _apart("workspace", x, workspace, other, y)
-    return x
+        if workspace is not None:
+            workspace = to.workspace(workspace, launch.workspace_bytes(problem))
+        launch.backward(problem, inputs, dq, dk, dv, workspace)
+    return Gradients(*(_given(given, x) for given, x in zip(out, (dq, dk, dv), strict=True)))
+
+
+_GRADIENTS = ("dq of out", "dk of out", "dv of out")
+
+
+def _given(given: Any, result: View) -> Any:
+    """Return the very object that the caller gave, as NumPy does, or the new array."""
+    return result.array if given is None else given

@@ -9,12 +9,13 @@ array that lives on a GPU shows up.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["View", "adopt", "empty", "extent", "on", "overlap", "self_overlap", "view"]
+__all__ = ["View", "adopt", "empty", "extent", "on", "overlap", "scratch", "self_overlap", "view"]
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 
@@ -49,7 +50,7 @@ def view(x: Any) -> View:
 
 
 def adopt(name: str, x: Any) -> View:
-    """Look at any array as a NumPy or CuPy array that shares its memory.
+    """Look at any array as a NumPy or CuPy array that shares its memory; a View is one already.
 
     Raises
     ------
@@ -63,6 +64,8 @@ def adopt(name: str, x: Any) -> View:
             )
         # Strided views of packed records may have elements at odd addresses.
         return view(x if x.flags.aligned else x.copy())
+    if type(x) is View:
+        return x
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return _aligned(name, x)
@@ -128,7 +131,7 @@ def _from_cuda_interface(name: str, x: Any) -> Any:
             dtype.itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64))
             for axis in range(len(shape))
         )
-    low, high = _extent(address, shape, strides, dtype.itemsize)
+    low, high = (address + reach for reach in _reach(shape, tuple(strides), dtype.itemsize))
     # An empty array may have address 0, from which CuPy cannot tell its device.
     device = -1 if high > low else cupy.cuda.runtime.getDevice()
     memory = cupy.cuda.UnownedMemory(low, high - low, x, device)
@@ -158,32 +161,49 @@ def on(device: int | None) -> contextlib.AbstractContextManager[Any]:
     return cupy.cuda.Device(device)
 
 
-def empty(like: View, shape: tuple[int, ...], dtype: Any) -> View:
+def empty(like: View, shape: tuple[int, ...], dtype: np.dtype) -> View:
     """Return an uninitialised array of the library of `like`, on the current GPU."""
     if like.device is None:
         return view(np.empty(shape, dtype))
-    import cupy
+    x = sys.modules["cupy"].ndarray(shape, dtype)  # as cupy.empty() does, after a detour
+    size = dtype.itemsize
+    return View(x, dtype, shape, _contiguous(shape, size), x.data.ptr, like.device, size)
 
-    return view(cupy.ndarray(shape, dtype))  # as cupy.empty() does, after a detour
+
+def scratch(like: View, size: int) -> tuple[int, Any]:
+    """Return the address of so many uninitialised bytes where `like` lies, and what owns them."""
+    if like.device is None:
+        owner = np.empty(size, np.uint8)
+        return owner.ctypes.data, owner
+    owner = sys.modules["cupy"].cuda.alloc(size)
+    return owner.ptr, owner
 
 
-def _extent(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> tuple[int, int]:
+@functools.lru_cache(maxsize=1024)  # calls come with the same shapes over and over
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return the strides of a C-contiguous array, in bytes."""
+    strides = [itemsize]
+    for length in shape[:0:-1]:
+        strides.append(strides[-1] * length)
+    return tuple(reversed(strides)) if shape else ()
+
+
+@functools.lru_cache(maxsize=1024)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Return where the elements begin and end, in bytes from the first one."""
     if 0 in shape:
-        return address, address
-    low = high = address
+        return 0, 0
+    low = high = 0
     for length, stride in zip(shape, strides, strict=True):
-        reach = (length - 1) * stride
-        low, high = (low + reach, high) if reach < 0 else (low, high + reach)
+        step = (length - 1) * stride
+        low, high = (low + step, high) if step < 0 else (low, high + step)
     return low, high + itemsize
 
 
 def extent(x: View) -> tuple[int, int]:
     """Return the addresses [low, high) that the elements of `x` lie within."""
-    if x.array.flags.c_contiguous:
-        return x.address, x.address + x.array.nbytes
-    return _extent(x.address, x.shape, x.strides, x.itemsize)
+    low, high = _reach(x.shape, x.strides, x.itemsize)
+    return x.address + low, x.address + high
 
 
 class _Shape:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ class DType:
     itemsize: int
     accum: np.dtype  # what sums are kept in; the dtype of lse and delta
 
-    @property
+    @functools.cached_property
     def group(self) -> int:
         """Elements that kernels move at once: 16 bytes of accumulators."""
         return 16 // self.accum.itemsize

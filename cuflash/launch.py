@@ -1,39 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch: Params bytes, workspace and grid, on the current stream of the current GPU.
+"""Launch: Params, scratch memory and grids, on the current stream of the current GPU.
 
 The caller (api.py) makes the arrays' GPU the current one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
-import struct
 import sys
+import threading
 import time
 import warnings
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from . import arrays, compile, device, select
+from . import arrays, compile, device, host, select
 from .arrays import View
+from .params import Operands, pack
 from .plan import PARAMS_BYTES, KernelPlan
-from .problem import Arrays, Layout, Problem, Traits
+from .problem import Arrays, Problem, Traits
 
 __all__ = ["backward", "forward", "host_seed", "workspace_bytes"]
 
-# struct Params of kernels/attention/params.cuh: eight Tensor, three RowTensor, then the scalars.
-_PARAMS = struct.Struct("=" + 8 * "Q5q" + 3 * "Q3q" + "dq8i")
-assert _PARAMS.size == PARAMS_BYTES
-
-_NO_TENSOR = (0, 0, 0, 0, 0, 0)
-_NO_ROWS = (0, 0, 0, 0)
 _MAX_BLOCKS = 2**31 - 1
 
 #: Scratch that a captured graph will use again whenever it is replayed, kept for good.
 _captured: list[Any] = []
 
-#: The CPU back end runs about so many multiply-adds of a call in a second.
-_CPU_RATE = 2e8
 _CPU_PATIENCE = 30.0  # seconds
 
 
@@ -50,34 +44,24 @@ def host_seed() -> int:
     return int(text)
 
 
-class Names(NamedTuple):
-    """The arrays of Params by name, in its order; None where the call has no such array."""
-
-    q: View | None = None
-    k: View | None = None
-    v: View | None = None
-    out: View | None = None
-    dout: View | None = None
-    dq: View | None = None
-    dk: View | None = None
-    dv: View | None = None
-    lse: View | None = None
-    dlse: View | None = None
-    delta: View | None = None
-
-
 def forward(problem: Problem, inputs: Arrays, out: View, lse: View | None) -> None:
     """Fill `out`, and `lse` if it is not None."""
-    names = Names(q=inputs.q, k=inputs.k, v=inputs.v, out=out, lse=lse)
-    _run("forward", problem, inputs, names, writes=("out", "lse"))
+    operands = Operands(q=inputs.q, k=inputs.k, v=inputs.v, out=out, lse=lse)
+    _run("forward", problem, inputs, operands, writes=("out", "lse"))
 
 
 def backward(
     problem: Problem, inputs: Arrays, dq: View, dk: View, dv: View, workspace: View | None = None
 ) -> None:
     """Fill `dq`, `dk` and `dv`. `workspace`: None, or an array of `workspace_bytes` bytes."""
-    delta = _workspace(problem, inputs, workspace)
-    names = Names(
+    size = workspace_bytes(problem)
+    if workspace is not None:
+        delta, owner = workspace.address, workspace.array
+    else:
+        delta, owner = arrays.scratch(inputs.q, size)
+        if inputs.device is not None and _stream().is_capturing():
+            _captured.append(owner)
+    operands = Operands(
         q=inputs.q,
         k=inputs.k,
         v=inputs.v,
@@ -90,7 +74,8 @@ def backward(
         dlse=inputs.dlse,
         delta=delta,
     )
-    _run("backward", problem, inputs, names, writes=("dq", "dk", "dv", "delta"))
+    _run("backward", problem, inputs, operands, writes=("dq", "dk", "dv"), scratch=(delta, size))
+    del owner  # not before here: the memory may be given away
 
 
 def workspace_bytes(problem: Problem) -> int:
@@ -99,47 +84,52 @@ def workspace_bytes(problem: Problem) -> int:
     return rows * problem.dtype.accum.itemsize
 
 
-def _workspace(problem: Problem, inputs: Arrays, workspace: View | None) -> View:
-    shape = inputs.layout.row_shape(problem.batch, problem.heads_q, problem.seqlen_q)
-    dtype = problem.dtype.accum
-    if workspace is not None:
-        used = workspace.array[: workspace_bytes(problem)]
-        return arrays.view(used.view(dtype).reshape(shape))
-    delta = arrays.empty(inputs.q, shape, dtype)
-    if inputs.device is not None:
-        import cupy
+class _Params(threading.local):
+    """Room for the bytes of Params, and what a launch takes: a list of the parameters' addresses.
 
-        if cupy.cuda.get_current_stream().is_capturing():
-            _captured.append(delta)
-    return delta
+    The driver copies the parameters when a kernel is launched, so one room a thread is enough.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = ctypes.create_string_buffer(PARAMS_BYTES)
+        self._list = (ctypes.c_void_p * 1)(ctypes.addressof(self.bytes))
+        self.list = ctypes.addressof(self._list)
+
+
+_params = _Params()
+
+
+def _stream() -> Any:
+    return sys.modules["cupy"].cuda.get_current_stream()
 
 
 def _run(
     direction: Literal["forward", "backward"],
     problem: Problem,
     inputs: Arrays,
-    names: Names,
+    operands: Operands,
     writes: tuple[str, ...],
+    scratch: tuple[int, int] | None = None,
 ) -> None:
-    params = _pack(problem, inputs.layout, names)
     steps = _steps(direction, problem.traits, inputs.device)
+    grids = [(kernel, min(plan.parts(problem), _MAX_BLOCKS)) for plan, kernel in steps]
+    params = _params
+    pack(params.bytes, problem, inputs.layout, operands)
     if inputs.device is None:
+        _warn_if_slow(direction, problem)
         buffers = [
             (name, *arrays.extent(x), name in writes)
-            for name, x in zip(Names._fields, names, strict=True)
-            if x is not None
+            for name, x in zip(Operands._fields, operands, strict=True)
+            if isinstance(x, View)
         ]
-        _warn_if_slow(direction, problem)
-        seed = host_seed()
-        for plan, kernel in steps:
-            blocks = plan.parts(problem)
-            if blocks:
-                kernel.launch(min(blocks, _MAX_BLOCKS), params, buffers, seed)
-        return
-    for plan, kernel in steps:
-        blocks = plan.parts(problem)
+        if scratch is not None:
+            buffers.append(("workspace", scratch[0], sum(scratch), True))
+        call: tuple[Any, ...] = params.bytes.raw, buffers, host_seed()
+    else:
+        call = params.list, _stream().ptr
+    for kernel, blocks in grids:
         if blocks:
-            kernel.launch(min(blocks, _MAX_BLOCKS), params)
+            kernel.launch(blocks, *call)
 
 
 @functools.cache
@@ -159,62 +149,21 @@ def _steps(
     return tuple((kernel, compile.kernel(kernel, facts, index)) for kernel in plan)
 
 
-def _pack(problem: Problem, layout: Layout, names: Names) -> bytes:
-    """Return the bytes of struct Params."""
-    p = problem
-    group = p.dtype.group
-    fields: list[int] = []
-    for x in names[:8]:
-        fields += _NO_TENSOR if x is None else _tensor(x, layout, group)
-    for x in names[8:]:
-        fields += _NO_ROWS if x is None else _rows(x)
-    return _PARAMS.pack(
-        *fields,
-        p.scale,
-        p.batch,
-        p.heads_q,
-        p.heads_kv,
-        p.seqlen_q,
-        p.seqlen_kv,
-        p.head_dim,
-        p.head_dim_v,
-        p.window_left,
-        p.window_right,
-    )
-
-
-def _tensor(x: View, layout: Layout, group: int) -> tuple[int, ...]:
-    """Return struct Tensor: address, strides in elements, and whether vectors can be moved."""
-    strides, size, address = x.strides, x.itemsize, x.address
-    batch = 0 if layout.batch is None else strides[layout.batch]
-    seq, head, dim = strides[layout.seq], strides[layout.heads], strides[layout.dim]
-    vectors = (
-        dim == size
-        and x.shape[layout.dim] % group == 0
-        and not (address | batch | seq | head) % (group * size)
-    )
-    return address, batch // size, seq // size, head // size, dim // size, vectors
-
-
-def _rows(x: View) -> tuple[int, ...]:
-    """Return struct RowTensor: address and strides in elements."""
-    size, strides = x.itemsize, x.strides
-    batch = strides[0] // size if len(strides) == 3 else 0
-    return x.address, batch, strides[-2] // size, strides[-1] // size
-
-
 _warned = False
 
 
 def _warn_if_slow(direction: str, problem: Problem) -> None:
     """Say once how long a large call takes on the CPU back end."""
     global _warned
+    if _warned:
+        return
     p = problem
     products = 7 if direction == "backward" else 2
     keys = min(p.seqlen_kv, p.window_left + p.window_right + 1)  # that a query sees, at most
     pairs = p.batch * p.heads_q * p.seqlen_q * keys
-    seconds = pairs * products * max(p.head_dim, p.head_dim_v) / _CPU_RATE
-    if seconds > _CPU_PATIENCE and not _warned:
+    rate = 2e9 if "clang" in host.find_compiler().version else 4e8  # multiply-adds in a second
+    seconds = pairs * products * max(p.head_dim, p.head_dim_v) / rate
+    if seconds > _CPU_PATIENCE:
         _warned = True
         until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
         warnings.warn(

@@ -21,12 +21,12 @@ from .dtypes import DTYPES, DType, lookup
 __all__ = [
     "OPEN",
     "Arrays",
+    "Destinations",
     "Layout",
     "Problem",
     "Traits",
     "read",
     "read_backward",
-    "read_destination",
     "read_flag",
 ]
 
@@ -177,63 +177,81 @@ def read_backward(
     problem: Problem, inputs: Arrays, dout: Any, out: Any, lse: Any, dlse: Any
 ) -> Arrays:
     """Check the arrays that only the backward takes; returns `inputs` with them."""
-    axes, q = inputs.layout, inputs.q
-    p = problem
+    p, axes, device = problem, inputs.layout, inputs.device
     shape = axes.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
     rows = axes.row_shape(p.batch, p.heads_q, p.seqlen_q)
-    views = {}
+    dout, out = arrays.adopt("dout", dout), arrays.adopt("output", out)
     for name, x in (("dout", dout), ("output", out)):
-        views[name] = y = arrays.adopt(name, x)
-        _same_kind(name, y, q, inputs.device)
-        _shape(name, y.shape, shape, "the output of this call")
-    for name, x in (("lse", lse), ("dlse", dlse)):
-        if x is not None or name == "lse":
-            views[name] = y = arrays.adopt(name, x)
-            _rows(name, y, rows, p.dtype, inputs.device)
-    return Arrays(
-        axes,
-        inputs.device,
-        q,
-        inputs.k,
-        inputs.v,
-        views["output"],
-        views["lse"],
-        views["dout"],
-        views.get("dlse"),
-    )
+        _same_kind(name, x, inputs.q, device)
+        _shape(name, x.shape, shape, "the output of this call")
+    lse = arrays.adopt("lse", lse)
+    _rows("lse", lse, rows, p.dtype, device)
+    if dlse is not None:
+        dlse = arrays.adopt("dlse", dlse)
+        _rows("dlse", dlse, rows, p.dtype, device)
+    return Arrays(axes, device, inputs.q, inputs.k, inputs.v, out, lse, dout, dlse)
 
 
-def read_destination(
-    name: str, destination: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: Arrays
-) -> View:
-    """Return the array to write a result to: `destination` if it is fit for that, else a new one.
+class Destinations:
+    """Where a call writes: arrays fit for that, which share no memory with inputs or each other."""
 
-    It must have the result's shape and dtype, be writable, and share no memory with an input.
-    """
-    if destination is None:
-        return arrays.empty(inputs.q, shape, dtype)
-    x = arrays.adopt(name, destination)
-    _same_place(name, x, inputs.device)
-    if x.dtype != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype}, the result's, got {x.dtype}")
-    _shape(name, x.shape, shape, "the result's")
-    if x.device is None:
-        if not x.array.flags.writeable:
-            raise ValueError(f"{name}: expected a writable array, got a read-only one")
-        if x.array is not destination and x.array.flags.owndata:  # a copy: the result would be lost
-            raise ValueError(f"{name}: expected an aligned array, got one with unaligned elements")
-    if arrays.self_overlap(x):
-        raise ValueError(
-            f"{name}: expected an array whose elements lie apart, got strides {x.strides} for "
-            f"shape {x.shape}, as of a broadcast view"
-        )
-    for other, y in zip(_ARGUMENTS, inputs[2:], strict=True):
-        if y is not None and arrays.overlap(x, y):
+    def __init__(self, inputs: Arrays) -> None:
+        self._inputs = inputs
+        self._taken: list[tuple[str, View, int, int]] = []  # name, array and its addresses
+
+    def result(self, name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> View:
+        """Return the array to write a result to: `given`, or a new one if that is None."""
+        if given is None:
+            return arrays.empty(self._inputs.q, shape, dtype)
+        x = arrays.adopt(name, given)
+        _same_place(name, x, self._inputs.device)
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: expected dtype {dtype}, the result's, got {x.dtype}")
+        _shape(name, x.shape, shape, "the result's")
+        self._claim(name, x, given)
+        return x
+
+    def workspace(self, given: Any, size: int) -> View:
+        """Return the caller's scratch memory, if `given` is at least `size` bytes of it."""
+        x = arrays.adopt("workspace", given)
+        _same_place("workspace", x, self._inputs.device)
+        if x.dtype != np.uint8:
+            raise TypeError(f"workspace: expected dtype uint8, got {x.dtype}")
+        if x.ndim != 1 or x.shape[0] < size:
             raise ValueError(
-                f"{name}: shares memory with {other}, which would be overwritten while it is read; "
-                "pass another array"
+                f"workspace: expected a one-dimensional array of at least {size} uint8, "
+                f"got shape {x.shape}"
             )
-    return x
+        if x.address % 16 or not x.array.flags.c_contiguous:
+            raise ValueError("workspace: expected a contiguous array aligned to 16 bytes")
+        self._claim("workspace", x, given)
+        return x
+
+    def _claim(self, name: str, x: View, given: Any) -> None:
+        if x.device is None:
+            if not x.array.flags.writeable:
+                raise ValueError(f"{name}: expected a writable array, got a read-only one")
+            if x.array is not given and x.array.flags.owndata:  # a copy: the result would be lost
+                raise ValueError(
+                    f"{name}: expected an aligned array, got one with unaligned elements"
+                )
+        if arrays.self_overlap(x):
+            raise ValueError(
+                f"{name}: expected an array whose elements lie apart, got strides {x.strides} for "
+                f"shape {x.shape}, as of a broadcast view"
+            )
+        if not self._taken:
+            for other, y in zip(_ARGUMENTS, self._inputs[2:], strict=True):
+                if y is not None:
+                    self._taken.append((other, y, *arrays.extent(y)))
+        low, high = arrays.extent(x)
+        for other, y, first, end in self._taken:
+            if low < end and first < high and arrays.overlap(x, y):
+                raise ValueError(
+                    f"{name}: shares memory with {other}, which this call also uses; "
+                    "pass another array"
+                )
+        self._taken.append((name, x, low, high))
 
 
 def _dtype(q: View) -> DType:
