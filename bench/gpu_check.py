@@ -245,10 +245,8 @@ def read_planted(tool: str, outcome: Outcome) -> dict[str, Any]:
 
 def command_text(job: Job) -> str:
     """Return a command as one would type it."""
-    short = {sys.executable: "python"}
-    words = [short.get(word, word) for word in job.command if not word.startswith("--port=")]
-    words[0] = Path(words[0]).name
-    return " ".join(words)
+    words = [word for word in job.command if not word.startswith("--port=")]
+    return " ".join(Path(word).name if word.startswith("/") else word for word in words)
 
 
 # --- running -------------------------------------------------------------------------------------

@@ -146,6 +146,7 @@ def dram_rows() -> None:
     rows = {}
     for which in ("ours", "naive"):
         command = ncu_command(ncu, which)
+        typed = " ".join(Path(word).name if word.startswith("/") else word for word in command)
         try:
             done = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, timeout=NCU_TIMEOUT
@@ -159,7 +160,7 @@ def dram_rows() -> None:
             tail = (done.stdout + done.stderr)[-500:]
             emit("dram", which=which, skipped=f"ncu, exit {done.returncode}: {reason}: {tail}")
             continue
-        emit("dram", which=which, seqlen=NCU_LENGTH, command=" ".join(command), **rows[which])
+        emit("dram", which=which, seqlen=NCU_LENGTH, command=typed, **rows[which])
     if len(rows) == 2:
         ratio = rows["naive"]["bytes"] / max(rows["ours"]["bytes"], 1)
         emit("dram ratio", naive_over_ours=round(ratio, 1))
