@@ -17,6 +17,7 @@ import csv
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from bench import baselines
