@@ -14,19 +14,23 @@ __all__ = ["Gradients"]
 class Gradients:
     """Gradients of an attention call.
 
-    Iterating gives ``dq, dk, dv`` and nothing else, so ``dq, dk, dv = grads`` keeps working when
-    later versions add fields.
+    Iterating gives ``dq, dk, dv`` and nothing else, so ``dq, dk, dv = grads`` works whatever the
+    call's options, and keeps working when later versions add fields.
 
     Attributes
     ----------
     dq, dk, dv : array
         Gradients of the loss with respect to ``q``, ``k`` and ``v``, each with the shape and the
         dtype of its argument.
+    dbias, dsinks : array or None
+        The same for ``bias`` and ``sinks``; None in a call that has no such argument.
     """
 
     dq: Any
     dk: Any
     dv: Any
+    dbias: Any = None
+    dsinks: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.dq, self.dk, self.dv))

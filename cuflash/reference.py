@@ -6,15 +6,23 @@ with sums over the keys :math:`j` that the row sees and with nothing taken from 
 
 .. math::
 
-    x_{ij} &= \mathrm{scale} \; q_i \cdot k_j &
-    P_{ij} &= e^{x_{ij} - m_i} / \ell_i, \quad m_i = \max_j x_{ij},
-              \quad \ell_i = \sum_j e^{x_{ij} - m_i} \\
-    o_i &= \sum_j P_{ij} v_j &
+    y_{ij} &= \mathrm{scale} \; q_i \cdot k_j &
+    x_{ij} &= c \tanh(y_{ij} / c) + \mathrm{bias}_{ij} - \mathrm{slope} \, |p_i - j|,
+              \quad p_i = i + S_k - S_q \\
+    P_{ij} &= e^{x_{ij} - m_i} / \ell_i &
+    m_i &= \max(\max_j x_{ij}, \mathrm{sink}),
+              \quad \ell_i = \sum_j e^{x_{ij} - m_i} + e^{\mathrm{sink} - m_i} \\
+    o_i &= \sum_j P_{ij} D_{ij} v_j &
     \mathrm{lse}_i &= m_i + \log \ell_i \\
-    dP_{ij} &= do_i \cdot v_j &
+    dP_{ij} &= D_{ij} \; do_i \cdot v_j &
     dx_{ij} &= P_{ij} (dP_{ij} - \delta_i + d\mathrm{lse}_i), \quad \delta_i = do_i \cdot o_i \\
-    dq_i &= \mathrm{scale} \sum_j dx_{ij} k_j &
-    dk_j &= \mathrm{scale} \sum_i dx_{ij} q_i, \quad dv_j = \sum_i P_{ij} \, do_i
+    dy_{ij} &= dx_{ij} (1 - \tanh^2(y_{ij} / c)) &
+    d\mathrm{sink} &= \sum_i e^{\mathrm{sink} - \mathrm{lse}_i} (d\mathrm{lse}_i - \delta_i) \\
+    dq_i &= \mathrm{scale} \sum_j dy_{ij} k_j &
+    dk_j &= \mathrm{scale} \sum_i dy_{ij} q_i, \quad dv_j = \sum_i P_{ij} D_{ij} \, do_i
+
+Without the options :math:`x = y`, the sink is :math:`-\infty` and :math:`D` is 1; with dropout
+:math:`D` is 0 or :math:`1 / (1 - p)`.
 
 References
 ----------
@@ -24,17 +32,30 @@ References
    Attention with IO-Awareness", 2022, arXiv:2205.14135: the gradients with :math:`\delta`.
 .. [3] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
    2023, arXiv:2307.08691: one log-sum-exp per row in place of maximum and sum.
+.. [4] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases
+   Enables Input Length Extrapolation", 2021, arXiv:2108.12409: the slopes.
+.. [5] J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel Random Numbers: As Easy as 1,
+   2, 3", SC 2011: Philox4x32-10, which dropout draws from.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .gradients import Gradients
 
-__all__ = ["attention", "attention_backward"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "dropout_keep",
+    "merge_states",
+]
 
 
 @np.errstate(all="ignore")  # NaN and Inf in the inputs are part of the definition
@@ -46,6 +67,13 @@ def attention(
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
@@ -66,6 +94,22 @@ def attention(
         Query i, which stands at position p = i + Sk - Sq, sees only keys j <= p.
     window : (int, int)
         Query i sees only keys with p - left <= j <= p + right; -1 leaves a side open.
+    softcap : float
+        If positive, the scaled score y becomes ``softcap * tanh(y / softcap)``.
+    bias : array, shape (Sq, Sk) or (batch, Hq, Sq, Sk), optional
+        Is added to the capped score; -inf hides a pair. The axes are these in both layouts, each
+        may be 1, and the first is 1 for arrays without a batch axis.
+    mask : bool array, shaped like a bias, optional
+        Query i sees only keys where this is True.
+    alibi_slopes : array, shape (Hq,) or (batch, Hq), optional
+        ``slope * abs(p - j)`` is subtracted from the score.
+    sinks : array, shape (Hq,), optional
+        One more score for each row of a head, whose key has the value 0.
+    dropout_p : float
+        Probability, from 0 to 1, with which a weight becomes 0; the others are divided by
+        ``1 - dropout_p``. See :func:`dropout_keep` for which.
+    seed : int, optional
+        Seed of the dropout, modulo 2**64; needed with a ``dropout_p`` that is not 0.
     layout : {"bshd", "bhsd"}
         With "bhsd" the axes are (batch, heads, seq, dim), or (heads, seq, dim).
     return_lse : bool
@@ -76,17 +120,22 @@ def attention(
     out : float64 array, shape (batch, Sq, Hq, Dv) or (Sq, Hq, Dv), in the given layout
         A row that sees no key is 0.
     lse : float64 array, shape (batch, Hq, Sq) or (Hq, Sq), only with ``return_lse``
-        Natural logarithm; -inf for a row that sees no key.
+        Natural logarithm, sinks included and dropout not; for a row that sees no key the sink, or
+        -inf.
 
     Notes
     -----
-    NaN and Inf reach exactly the rows that see them. A visible score of -inf has weight 0; a row
-    with no other score has out 0 and lse -inf, as if it saw nothing.
+    NaN and Inf reach exactly the rows that see them; dropout hides nothing. A visible score of -inf
+    has weight 0; a row with no other score has out 0 and lse -inf, as if it saw nothing.
     """
+    options = _Options(
+        scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed
+    )
     batched = q.ndim == 4
     q, k, v = _heads_first(layout, q, k, v)
-    p, lse, visible, _ = _softmax(q, _per_query_head(k, q), scale, causal, window)
-    out = _as_given(layout, batched, _sum_visible(p, _per_query_head(v, q), visible))
+    options.check_shapes(*q.shape[:2])
+    out, lse = _forward(q, k, v, options)
+    out = _as_given(layout, batched, out)
     return (out, lse if batched else lse[0]) if return_lse else out
 
 
@@ -101,6 +150,13 @@ def attention_backward(
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     layout: str = "bshd",
 ) -> Gradients:
     """Compute the gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64.
@@ -111,59 +167,373 @@ def attention_backward(
         Gradient of the loss with respect to ``out``.
     dlse : array, shape (batch, Hq, Sq) or (Hq, Sq), optional
         Gradient with respect to ``lse``; 0 by default.
-    q, k, v, scale, causal, window, layout
-        As for :func:`attention`.
+    q, k, v, scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed
+        As for :func:`attention`, and so is ``layout``.
 
     Returns
     -------
     Gradients
-        ``dq``, ``dk``, ``dv`` in float64, each with the shape of its argument. Gradients of queries
-        that see no key and of keys that no query sees are 0.
+        In float64, each with the shape of its argument. Gradients of queries that see no key and of
+        keys and pairs that no query sees are 0.
     """
-    batched, kv_heads = q.ndim == 4, k.shape[-2 if layout == "bshd" else -3]
+    options = _Options(
+        scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed
+    )
+    batched = q.ndim == 4
     q, k, v, dout = _heads_first(layout, q, k, v, dout)
-    k, v = _per_query_head(k, q), _per_query_head(v, q)
-    p, lse, visible, scale = _softmax(q, k, scale, causal, window)
-    dlse = np.zeros_like(lse) if dlse is None else _float64(dlse if batched else dlse[None])
-    if dlse.shape != lse.shape:
-        raise ValueError(f"dlse: expected shape {lse.shape[not batched :]}, got another")
-
-    delta = (dout * _sum_visible(p, v, visible)).sum(axis=-1)
-    dp = dout @ v.mT
-    dx = np.where(visible, p * (dp - delta[..., None] + dlse[..., None]), 0.0)
-    dq = _sum_visible(scale * dx, k, visible)
-    dk = _sum_visible(scale * dx.mT, q, visible.mT)
-    dv = _sum_visible(p.mT, dout, visible.mT)
-    dk, dv = _per_key_head(dk, kv_heads), _per_key_head(dv, kv_heads)
-    return Gradients(*(_as_given(layout, batched, x) for x in (dq, dk, dv)))
+    options.check_shapes(*q.shape[:2])
+    grads = _backward(dout, q, k, v, _read_dlse(dlse, batched, q), options)
+    dq, dk, dv = (_as_given(layout, batched, x) for x in grads)
+    return replace(grads, dq=dq, dk=dk, dv=dv)
 
 
-def _visible(sq: int, sk: int, causal: bool, window: tuple[int, int]) -> np.ndarray:
-    """Which query (row) sees which key (column)."""
-    left, right = window
-    p, j = np.arange(sq)[:, None] + sk - sq, np.arange(sk)
-    visible = np.ones((sq, sk), bool)
-    visible &= (j <= p) | (not causal)
-    visible &= (j >= p - left) | (left < 0)
-    visible &= (j <= p + right) | (right < 0)
-    return visible
+@np.errstate(all="ignore")
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    **options: Any,
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """Compute exact attention of sequences packed one after another, in float64.
+
+    Entry b of the batch is ``q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]`` with the keys and values
+    ``cu_seqlens_k[b]`` to ``cu_seqlens_k[b + 1]``.
+
+    Parameters
+    ----------
+    q, k, v : array, shape (total, heads, dim), or (heads, total, dim) with layout "bhsd"
+        As for :func:`attention`. Rows before the first offset and after the last belong to no
+        entry, and what they hold does not matter.
+    cu_seqlens_q, cu_seqlens_k : int array, shape (batch + 1,)
+        Offsets, which do not decrease.
+    layout : {"bshd", "bhsd"}
+        Order of the axes.
+    return_lse : bool
+        Also return the log-sum-exp of each row.
+    **options
+        ``scale`` to ``seed`` of :func:`attention`. Positions count from the start of an entry. Of a
+        ``bias`` or ``mask`` an entry uses the first of its queries and of its keys, so those axes
+        are 1 or at least as long as the longest entry.
+
+    Returns
+    -------
+    out : float64 array, shape (total_q, Hq, Dv), in the given layout
+        Rows of no entry are 0.
+    lse : float64 array, shape (Hq, total_q), only with ``return_lse``
+        Rows of no entry are -inf, with sinks too.
+    """
+    q, k, v = _heads_first(layout, q, k, v, packed=True)
+    out = np.zeros((*q.shape[:-1], v.shape[-1]), np.result_type(q, k, v))
+    lse = np.full(q.shape[:-1], -np.inf, out.dtype)
+    for i, j, entry in _entries(q, cu_seqlens_q, k, cu_seqlens_k, _Options(**options)):
+        out[:, :, i], lse[:, :, i] = _forward(q[:, :, i], k[:, :, j], v[:, :, j], entry)
+    out = _as_given(layout, False, out)
+    return (out, lse[0]) if return_lse else out
 
 
-def _softmax(
-    q: np.ndarray, k: np.ndarray, scale: float | None, causal: bool, window: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Probabilities (batch, Hq, Sq, Sk), lse (batch, Hq, Sq), who sees whom, and the scale."""
-    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    x = factor * (q @ k.mT)
-    visible = np.broadcast_to(_visible(q.shape[-2], k.shape[-2], causal, window), x.shape)
+@np.errstate(all="ignore")
+def attention_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    dlse: Any = None,
+    layout: str = "bshd",
+    **options: Any,
+) -> Gradients:
+    """Compute the gradients of :func:`attention_varlen` in float64.
+
+    Parameters
+    ----------
+    dout : array, shape (total_q, Hq, Dv), in the given layout
+        Gradient of the loss with respect to ``out``.
+    dlse : array, shape (Hq, total_q), optional
+        Gradient with respect to ``lse``; 0 by default.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, layout, **options
+        As for :func:`attention_varlen`.
+
+    Returns
+    -------
+    Gradients
+        In float64, each with the shape of its argument. What belongs to no entry has the gradient
+        0.
+    """
+    q, k, v, dout = _heads_first(layout, q, k, v, dout, packed=True)
+    o, dlse = _Options(**options), _read_dlse(dlse, False, q)
+    dq, dk, dv = (np.zeros(x.shape, np.result_type(q, k, v, dout)) for x in (q, k, v))
+    dbias, dsinks = (None if x is None else np.zeros_like(x) for x in (o.bias, o.sinks))
+    for i, j, entry in _entries(q, cu_seqlens_q, k, cu_seqlens_k, o):
+        grads = _backward(dout[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], dlse[:, :, i], entry)
+        dq[:, :, i], dk[:, :, j], dv[:, :, j] = grads
+        if dbias is not None:
+            _of_entry(dbias, entry.first, i, j)[...] += grads.dbias
+        if dsinks is not None:
+            dsinks += grads.dsinks
+    dq, dk, dv = (_as_given(layout, False, x) for x in (dq, dk, dv))
+    return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+@np.errstate(all="ignore")
+def merge_states(
+    outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bshd"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merge results over disjoint sets of keys into the result over all of them.
+
+    Parameters
+    ----------
+    outs : sequence of arrays, shape (batch, Sq, Hq, Dv) or (Sq, Hq, Dv), in the given layout
+        One output for each set of keys.
+    lses : sequence of arrays, shape (batch, Hq, Sq) or (Hq, Sq)
+        Their log-sum-exp. Where it is -inf, the output counts for nothing, whatever it holds.
+    layout : {"bshd", "bhsd"}
+        Order of the axes.
+
+    Returns
+    -------
+    out, lse : float64 arrays, shaped like the parts
+        ``sum(exp(lse_n - lse) * out_n)`` and ``log(sum(exp(lse_n)))``; 0 and -inf where no part saw
+        a key.
+    """
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"expected as many outs as lses, got {len(outs)} and {len(lses)}")
+    x, lse = np.stack([_float64(x) for x in outs]), np.stack([_float64(x) for x in lses])
+    x = x.swapaxes(-3, -2) if layout == "bshd" else x
+    if x.shape[:-1] != lse.shape:
+        raise ValueError(f"shapes do not fit together: {outs[0].shape} and {lses[0].shape}")
+    m = lse.max(axis=0)
+    m = np.where(np.isfinite(m), m, 0.0)
+    e = np.exp(lse - m)
+    total = e.sum(axis=0)
+    out = np.where(np.isneginf(lse)[..., None], 0.0, (e / total)[..., None] * x).sum(axis=0)
+    return out.swapaxes(-3, -2) if layout == "bshd" else out, m + np.log(total)
+
+
+def dropout_keep(
+    seed: int, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_kv: int
+) -> np.ndarray:
+    """Which weights dropout keeps: a bool array of shape (batch, heads, seqlen_q, seqlen_kv).
+
+    An element depends on ``seed``, ``dropout_p`` and its own indices, and on nothing else. Each row
+    has two numbers from Philox4x32-10, and a hash makes of them and of j one number for each key j.
+    """
+    return _kept(seed, dropout_p, np.arange(batch), heads, seqlen_q, seqlen_kv)
+
+
+@dataclass
+class _Options:
+    """The options of a call, arrays as float64 on the host."""
+
+    scale: float | None = None
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    bias: Any = None
+    mask: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dropout_p: float = 0.0
+    seed: int | None = None
+    first: int = 0  # index of the first batch entry, for dropout
+
+    def __post_init__(self) -> None:
+        for name in ("bias", "alibi_slopes", "sinks"):
+            x = getattr(self, name)
+            setattr(self, name, None if x is None else _float64(x))
+        self.mask = None if self.mask is None else _host(self.mask)
+        if self.mask is not None and self.mask.dtype != bool:
+            raise TypeError(f"mask: expected bool, got {self.mask.dtype}")
+        if not 0 <= self.softcap < np.inf:
+            raise ValueError(f"softcap: expected 0 or a positive number, got {self.softcap}")
+        if not 0 <= self.dropout_p <= 1:
+            raise ValueError(f"dropout_p: expected a number from 0 to 1, got {self.dropout_p}")
+        if self.dropout_p and self.seed is None:
+            raise ValueError("seed: expected an int with dropout_p, got None")
+
+    def check_shapes(self, batch: int, heads: int) -> None:
+        """Raise ValueError where broadcasting would not, or not yet."""
+        for name, x in (("bias", self.bias), ("mask", self.mask)):
+            sizes = ((1, batch), (1, heads))
+            if (
+                x is not None
+                and x.ndim != 2
+                and (x.ndim != 4 or any(n not in of for n, of in zip(x.shape, sizes, strict=False)))
+            ):
+                raise ValueError(f"{name}: expected (Sq, Sk) or (batch, Hq, Sq, Sk), got {x.shape}")
+        slopes, sinks = self.alibi_slopes, self.sinks
+        if slopes is not None and slopes.shape not in ((heads,), (batch, heads)):
+            raise ValueError(f"alibi_slopes: expected (Hq,) or (batch, Hq), got {slopes.shape}")
+        if sinks is not None and sinks.shape != (heads,):
+            raise ValueError(f"sinks: expected (Hq,), got {sinks.shape}")
+
+
+class _Softmax(NamedTuple):
+    """What both passes need of the scores; arrays of shape (batch, Hq, Sq, Sk), lse without Sk."""
+
+    visible: np.ndarray  # who sees whom
+    slope: Any  # derivative of the score by q_i . k_j
+    p: np.ndarray  # probabilities, before dropout
+    drop: Any  # what dropout multiplies them with
+    lse: np.ndarray
+
+
+def _softmax(q: np.ndarray, k: np.ndarray, options: _Options) -> _Softmax:
+    """Scores, with every option, and their softmax."""
+    o, slope = options, float(q.shape[-1] ** -0.5 if options.scale is None else options.scale)
+    x = slope * (q @ k.mT)
+    visible = _visible(x.shape, o)
+    if o.softcap:
+        t = np.tanh(x / o.softcap)
+        x, slope = o.softcap * t, np.where(visible, slope * (1 - t * t), 0.0)
+    if o.bias is not None:
+        x = x + np.broadcast_to(o.bias, x.shape)
+    if o.alibi_slopes is not None:
+        x = x - o.alibi_slopes[..., None, None] * _distance(*x.shape[-2:])
     # By selection, not by adding -inf: a hidden score may be NaN.
     x = np.where(visible, x, -np.inf)
-    m = x.max(axis=-1, keepdims=True, initial=-np.inf)
+    sink = -np.inf if o.sinks is None else o.sinks[:, None, None]
+    m = np.maximum(x.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     m = np.where(np.isfinite(m), m, 0.0)
     e = np.exp(x - m)
-    total = e.sum(axis=-1, keepdims=True)
+    total = e.sum(axis=-1, keepdims=True) + np.exp(sink - m)
     p = np.where(visible & (total != 0), e / total, 0.0)
-    return p, (m + np.log(total))[..., 0], visible, factor
+    return _Softmax(visible, slope, p, _drop(x.shape, o), (m + np.log(total))[..., 0])
+
+
+def _forward(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, options: _Options
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return out and lse, axes (batch, heads, seq, dim) here and in the next function."""
+    s = _softmax(q, _per_query_head(k, q), options)
+    return _sum_visible(s.p * s.drop, _per_query_head(v, q), s.visible), s.lse
+
+
+def _backward(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    dlse: np.ndarray,
+    options: _Options,
+) -> Gradients:
+    kv_heads = k.shape[1]
+    k, v = _per_query_head(k, q), _per_query_head(v, q)
+    visible, slope, p, drop, lse = _softmax(q, k, options)
+    weight = p * drop
+    delta = (dout * _sum_visible(weight, v, visible)).sum(axis=-1)
+    delta = np.where(visible.any(axis=-1), delta, 0.0)
+    dp = dout @ v.mT * drop
+    dx = np.where(visible, p * (dp - delta[..., None] + dlse[..., None]), 0.0)
+    dy = slope * dx
+    dq = _sum_visible(dy, k, visible)
+    dk = _per_key_head(_sum_visible(dy.mT, q, visible.mT), kv_heads)
+    dv = _per_key_head(_sum_visible(weight.mT, dout, visible.mT), kv_heads)
+    dbias = None if options.bias is None else _sum_to(options.bias.shape, dx)
+    dsinks = None
+    if options.sinks is not None:
+        dsinks = _sink_terms(options.sinks, lse, dlse - delta).sum(axis=(0, 2))
+    return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def _distance(sq: int, sk: int) -> np.ndarray:
+    """Return how far each query's position is from each key."""
+    return np.abs(np.arange(sq)[:, None] + sk - sq - np.arange(sk))
+
+
+def _visible(shape: tuple[int, ...], options: _Options) -> np.ndarray:
+    """Which query (row) sees which key (column), for each batch entry and head."""
+    (*_, sq, sk), (left, right) = shape, options.window
+    p, j = np.arange(sq)[:, None] + sk - sq, np.arange(sk)
+    visible = (j <= p) | (not options.causal)
+    visible &= (j >= p - left) | (left < 0)
+    visible &= (j <= p + right) | (right < 0)
+    if options.mask is not None:
+        visible = visible & np.broadcast_to(options.mask, shape)
+    if options.bias is not None:
+        visible = visible & np.broadcast_to(~np.isneginf(options.bias), shape)
+    return np.broadcast_to(visible, shape)
+
+
+def _sink_terms(sinks: np.ndarray, lse: np.ndarray, dlse: np.ndarray) -> np.ndarray:
+    """Return what each row adds to the gradient of its sink, given ``dlse - delta``."""
+    return np.where(np.isneginf(lse), 0.0, np.exp(sinks[:, None] - lse) * dlse)
+
+
+def _sum_to(shape: tuple[int, ...], dx: np.ndarray) -> np.ndarray:
+    """Sum over the axes along which an array of a shape was broadcast."""
+    missing = dx.ndim - len(shape)
+    ones = tuple(n for n, size in enumerate(shape, missing) if size == 1)
+    return dx.sum(axis=(*range(missing), *ones), keepdims=True).reshape(shape)
+
+
+def _drop(shape: tuple[int, ...], options: _Options) -> Any:
+    """Return what dropout multiplies probabilities of a shape with."""
+    p, (batch, *rest) = options.dropout_p, shape
+    if not p or options.seed is None:
+        return 1.0
+    keep = _kept(options.seed, p, options.first + np.arange(batch), *rest)
+    return keep / (1 - p) if p < 1 else 0.0
+
+
+def _kept(seed: int, p: float, entries: np.ndarray, heads: int, sq: int, sk: int) -> np.ndarray:
+    """`dropout_keep` for the batch entries of these indices."""
+    b, h, i = np.ix_(
+        entries.astype(np.uint64), *(np.arange(n, dtype=np.uint64) for n in (heads, sq))
+    )
+    counter = np.broadcast_arrays(i, h, b & _LOW, b >> 32)
+    seed %= 2**64
+    a, b, *_ = _philox(counter, (seed & _LOW, seed >> 32))
+    x = a.astype(np.uint32)[..., None] + np.arange(sk, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x ^= b.astype(np.uint32)[..., None]
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    x ^= x >> 16
+    return x.astype(np.uint64) >= round(p * 2**32)
+
+
+_LOW = 2**32 - 1
+
+
+def _philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> Sequence[np.ndarray]:
+    """Philox4x32-10: four words of 32 bits, in uint64 arrays, from four others and a key."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        x, y = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (y >> 32) ^ c1 ^ k0, y & _LOW, (x >> 32) ^ c3 ^ k1, x & _LOW
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return c0, c1, c2, c3
+
+
+def _entries(
+    q: np.ndarray, cu_seqlens_q: Any, k: np.ndarray, cu_seqlens_k: Any, options: _Options
+) -> Iterator[tuple[slice, slice, _Options]]:
+    """Yield the queries, the keys and the options of each entry of a packed batch."""
+    cu_q, cu_k = (_host(x).astype(np.int64) for x in (cu_seqlens_q, cu_seqlens_k))
+    for name, cu, total in (("q", cu_q, q.shape[2]), ("k", cu_k, k.shape[2])):
+        if cu.shape != (max(cu_q.size, 1),) or np.diff(cu, prepend=0, append=total).min() < 0:
+            raise ValueError(f"cu_seqlens_{name}: expected batch + 1 rising offsets up to {total}")
+    options.check_shapes(cu_q.size - 1, q.shape[1])
+    pairs, slopes = {"bias": options.bias, "mask": options.mask}, options.alibi_slopes
+    for b in range(cu_q.size - 1):
+        i, j = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        own = {name: _of_entry(x, b, i, j) for name, x in pairs.items() if x is not None}
+        if slopes is not None and slopes.ndim == 2:
+            own["alibi_slopes"] = slopes[b]
+        yield i, j, replace(options, first=b, **own)
+
+
+def _of_entry(x: np.ndarray, b: int, i: slice, j: slice) -> np.ndarray:
+    """View of the part of a bias or mask that belongs to an entry; axes of 1 stay."""
+    whole, rows, keys = slice(None), slice(i.stop - i.start), slice(j.stop - j.start)
+    parts = (slice(b, b + 1), whole, rows, keys)[-x.ndim :]
+    return x[tuple(whole if n == 1 else y for n, y in zip(x.shape, parts, strict=True))]
 
 
 def _sum_visible(weight: np.ndarray, x: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -188,18 +558,23 @@ def _per_key_head(x: np.ndarray, kv_heads: int) -> np.ndarray:
     return x.reshape(batch, kv_heads, heads // max(kv_heads, 1), *rest).sum(axis=2)
 
 
+def _host(x: Any) -> np.ndarray:
+    return np.asarray(x.get() if hasattr(x, "get") else x)
+
+
 def _float64(x: Any) -> np.ndarray:
     """Return a host array of float64; a longdouble stays one, and so does all that follows."""
-    x = np.asarray(x.get() if hasattr(x, "get") else x)
+    x = _host(x)
     return x if x.dtype == np.longdouble else x.astype(np.float64)
 
 
-def _heads_first(layout: str, *arrays: Any) -> list[np.ndarray]:
+def _heads_first(layout: str, *arrays: Any, packed: bool = False) -> list[np.ndarray]:
     """q, k, v[, dout] as float64 (batch, heads, seq, dim), if their shapes fit together."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-    if {x.ndim for x in arrays} not in ({3}, {4}):
-        raise ValueError(f"expected 3 axes each or 4 axes each, got {[x.ndim for x in arrays]}")
+    if {x.ndim for x in arrays} not in ({3}, {3 if packed else 4}):
+        axes = "3" if packed else "3 axes each or 4"
+        raise ValueError(f"expected {axes} axes each, got {[x.ndim for x in arrays]}")
     xs = [_float64(x) if x.ndim == 4 else _float64(x)[None] for x in arrays]
     xs = [x.swapaxes(1, 2) for x in xs] if layout == "bshd" else xs
     (batch, hq, sq, d), (_, hkv, sk, _), (*_, dv) = (x.shape for x in xs[:3])
@@ -207,6 +582,16 @@ def _heads_first(layout: str, *arrays: Any) -> list[np.ndarray]:
     if [x.shape for x in xs] != want[: len(xs)] or hq != hq // max(hkv, 1) * hkv:
         raise ValueError(f"shapes do not fit together: {[x.shape for x in arrays]}")
     return xs
+
+
+def _read_dlse(dlse: Any, batched: bool, q: np.ndarray) -> np.ndarray:
+    """Return the gradient of lse, with a batch axis; 0 by default."""
+    if dlse is None:
+        return np.zeros(q.shape[:-1], q.dtype)
+    dlse = _float64(dlse if batched else dlse[None])
+    if dlse.shape != q.shape[:-1]:
+        raise ValueError(f"dlse: expected shape {q.shape[not batched : -1]}, got another")
+    return dlse
 
 
 def _as_given(layout: str, batched: bool, x: np.ndarray) -> np.ndarray:
