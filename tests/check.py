@@ -15,13 +15,19 @@ one term after another, as in a kernel: BLAS sums in blocks and NumPy in pairs, 
 is 5 times more accurate than any loop over the keys. For 16-bit dtypes the roundings to the dtype
 hide the order, and BLAS does it.
 
+dbias (of a bias that is broadcast) and dsinks are sums of many terms and may be few numbers, so
+whether the errors of the terms cancel is luck. The error that counts there is the measured one, or
+twice what terms of these sizes and random signs add up to. Terms of one row have one sign: they
+share the errors of the row's lse and delta.
+
 Which pairs count (masks, heads, NaN in hidden places) is the reference's own code here too: two
 opinions on that would show as a large measured error, that is, as a bound that allows everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +37,16 @@ import numpy as np
 from cuflash import reference
 from cuflash.gradients import Gradients
 
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+SUMS = ("dbias", "dsinks")
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arguments of one call, NumPy or CuPy arrays; without ``dout`` there is no backward."""
+    """The arguments of one call, NumPy or CuPy arrays; without ``dout`` there is no backward.
+
+    With ``cu_seqlens_q`` and ``cu_seqlens_k`` it is a call on packed sequences.
+    """
 
     q: Any
     k: Any
@@ -45,16 +57,40 @@ class Inputs:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     layout: str = "bshd"
+    softcap: float = 0.0
+    bias: Any = None
+    mask: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dropout_p: float = 0.0
+    seed: int | None = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments that both passes take."""
-        names = ("scale", "causal", "window", "layout")
+        """The keyword arguments that both passes take; of those from softcap on, the given ones."""
+        names = ["scale", "causal", "window", "layout"]
+        names += [name for name in ("softcap", "dropout_p") if getattr(self, name)]
+        others = ("bias", "mask", "alibi_slopes", "sinks", "seed")
+        names += [name for name in others if getattr(self, name) is not None]
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def cu_seqlens(self) -> tuple[Any, ...]:
+        """Both arrays of offsets, which follow v in a call; nothing if it is not a packed one."""
+        return () if self.cu_seqlens_q is None else (self.cu_seqlens_q, self.cu_seqlens_k)
 
     @property
     def dtype(self) -> np.dtype:
         return host(self.q).dtype
+
+    def moved(self, move: Callable[[Any], Any]) -> Inputs:
+        """The same call with each of its arrays replaced by what a function makes of it."""
+        names = ("q", "k", "v", "dout", "dlse", "bias", "mask", "alibi_slopes", "sinks")
+        names += ("cu_seqlens_q", "cu_seqlens_k")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: move(x) for name, x in given.items()})
 
 
 def host(x: Any) -> np.ndarray:
@@ -72,145 +108,270 @@ def _exactly(x: Any) -> np.ndarray:
 
 
 def exact(inputs: Inputs, backward: bool) -> dict[str, np.ndarray]:
-    """The reference's "out" and "lse", and "dq", "dk" and "dv" for the backward."""
-    q, k, v = (_exactly(x) for x in (inputs.q, inputs.k, inputs.v))
-    out, lse = reference.attention(q, k, v, **inputs.options, return_lse=True)
+    """The reference's "out" and "lse"; for the backward also "dq", "dk", "dv", "dbias", "dsinks".
+
+    The last two only for a call that has a bias or sinks.
+    """
+    i, packed = inputs.moved(_exactly), bool(inputs.cu_seqlens)
+    forward = reference.attention_varlen if packed else reference.attention
+    out, lse = forward(i.q, i.k, i.v, *i.cu_seqlens, **i.options, return_lse=True)
     results = {"out": out, "lse": lse}
     if backward:
-        dlse = None if inputs.dlse is None else _exactly(inputs.dlse)
-        dout = _exactly(inputs.dout)
-        grads = reference.attention_backward(dout, q, k, v, dlse=dlse, **inputs.options)
-        results |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
-    return results
+        solve = reference.attention_varlen_backward if packed else reference.attention_backward
+        grads = solve(i.dout, i.q, i.k, i.v, *i.cu_seqlens, dlse=i.dlse, **i.options)
+        results |= {name: getattr(grads, name) for name in GRADIENTS}
+    return {name: x for name, x in results.items() if x is not None}
 
 
 def check_forward(got_out: Any, got_lse: Any, inputs: Inputs) -> None:
     """Compare a forward result with the reference; ``got_lse`` None leaves lse out."""
-    want = exact(inputs, backward=False)
-    allowed = bounds(inputs, want)
-    _assert_dtype("out", got_out, inputs.dtype)
-    assert_close("out", got_out, want["out"], allowed["out"])
-    _assert_unseen_is_zero(inputs, {"out": got_out})
-    if got_lse is not None:
-        _assert_dtype("lse", got_lse, _accumulator(inputs.dtype))
-        assert_close("lse", got_lse, want["lse"], allowed["lse"])
+    _check({"out": got_out, "lse": got_lse}, exact(inputs, backward=False), inputs)
 
 
 def check_backward(got: Gradients, inputs: Inputs) -> None:
     """Compare gradients with the reference."""
-    results = exact(inputs, backward=True)
-    want = {name: results[name] for name in ("dq", "dk", "dv")}
-    allowed = bounds(inputs, want)
-    for name in want:
-        _assert_dtype(name, getattr(got, name), inputs.dtype)
-        assert_close(name, getattr(got, name), want[name], allowed[name])
-    _assert_unseen_is_zero(inputs, {name: getattr(got, name) for name in want})
+    want = exact(inputs, backward=True)
+    for name in GRADIENTS:
+        given = "missing" if getattr(got, name) is None else "unexpected"
+        assert (given == "missing") == (name not in want), f"{name}: {given}"
+    _check({name: getattr(got, name) for name in GRADIENTS}, want, inputs)
+
+
+def _check(got: dict[str, Any], want: dict[str, np.ndarray], inputs: Inputs) -> None:
+    got = {name: host(x) for name, x in got.items() if x is not None}
+    allowed = bounds(inputs, {name: want[name] for name in got})
+    for name, x in got.items():
+        dtype = _dtype_of(name, inputs)
+        assert x.dtype == dtype, f"{name}: dtype {x.dtype}, expected {dtype}"
+        assert_close(name, x, want[name], allowed[name])
+    _assert_unseen_is_zero(inputs, got)
+
+
+def _dtype_of(name: str, inputs: Inputs) -> np.dtype:
+    if name == "dbias":
+        return host(inputs.bias).dtype
+    return _accumulator(inputs.dtype) if name in ("lse", "dsinks") else inputs.dtype
 
 
 def bounds(inputs: Inputs, want: dict[str, np.ndarray]) -> dict[str, float]:
     """Largest absolute error allowed, for each of the results in ``want``.
 
-    ``want`` holds the reference's values of "out", "lse", "dq", "dk" or "dv".
+    ``want`` holds the reference's values of some of the results of `exact`.
     """
-    info = ml_dtypes.finfo(inputs.dtype)
-    backward = bool({"dq", "dk", "dv"} & set(want))
-    nearby = _neighbours(inputs)
-    truth = exact(nearby, backward)
-    measured = careful(nearby, backward)
-    worst = _errors(measured, {name: truth[name] for name in want}, inputs.dtype)
+    measured = _measure(inputs, set(want))
     allowed = {}
     for name, value in want.items():
+        dtype, error = _dtype_of(name, inputs), measured[name]
         top = float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
         if name == "lse":  # large products that cancel make errors of more than its own size
-            double = inputs.dtype == np.float64
-            fixed = 1e-10 * (1 + top) if double else 1e-4 + 1e-6 * top
-            allowed[name] = max(fixed, 2 * worst[name])
+            fixed = 1e-10 * (1 + top) if dtype == np.float64 else 1e-4 + 1e-6 * top
+            allowed[name] = max(fixed, 2 * error)
             continue
-        # All zero is exact; otherwise one unit is at least the smallest step of the dtype.
+        # All zero is exact, but for sums that cancel; otherwise one unit is at least the smallest
+        # step of the dtype.
+        error = error if top or name in SUMS else 0.0
+        info = ml_dtypes.finfo(dtype)
         unit = max(float(info.eps) * top, float(info.smallest_subnormal)) if top else 0.0
-        allowed[name] = (2 * worst[name] if top else 0.0) + unit
+        allowed[name] = 2 * error + unit
     return allowed
 
 
-def _errors(
-    measured: dict[str, np.ndarray], want: dict[str, np.ndarray], dtype: np.dtype
-) -> dict[str, float]:
-    """Largest error of each result, where the true value is finite."""
-    worst = {}
-    for name in want:
-        finite = np.isfinite(want[name])
-        error = np.abs(measured[name][finite].astype(want[name].dtype) - want[name][finite])
-        if not np.isfinite(error).all():
-            raise ValueError(f"{name} overflows {dtype}: these inputs test nothing")
-        worst[name] = float(error.max(initial=0.0))
+@np.errstate(all="ignore")
+def _measure(inputs: Inputs, names: set[str]) -> dict[str, float]:
+    """The largest error of the careful formula, for each of the results of these names."""
+    backward, copies = bool(names & set(GRADIENTS)), _copies(inputs)
+    calls = [
+        (careful(call, inputs.dtype, backward), _truth(call, backward))
+        for call in _dense_calls(inputs, copies)
+    ]
+    worst = dict.fromkeys(names, 0.0)
+    for name in names if calls else ():
+        got, want = [x[name] for x, _ in calls], [x[name] for _, x in calls]
+        if name in SUMS:
+            terms = _side_by_side(got, copies), _side_by_side(want, copies)
+            worst[name] = _largest_error_of_sums(name, *terms, inputs)
+        else:
+            errors = (_largest_error(name, *x, inputs) for x in zip(got, want, strict=True))
+            worst[name] = max(errors)
     return worst
 
 
-def _neighbours(inputs: Inputs) -> Inputs:
-    """The call itself, and if it has few rows some with inputs that differ in the last place.
+def _largest_error(name: str, got: np.ndarray, want: np.ndarray, inputs: Inputs) -> float:
+    """Largest error where the true value is finite."""
+    finite = np.isfinite(want)
+    error = np.abs(got[finite].astype(want.dtype) - want[finite])
+    if not np.isfinite(error).all():
+        raise ValueError(f"{name} overflows {_dtype_of(name, inputs)}: these inputs test nothing")
+    return float(error.max(initial=0.0))
+
+
+def _largest_error_of_sums(name: str, got: np.ndarray, want: np.ndarray, inputs: Inputs) -> float:
+    """Largest error of dbias or dsinks, given their terms (copies, batch, Hq, Sq, Sk)."""
+    shape = [1, 1, *host(inputs.bias).shape][-4:] if name == "dbias" else [1, 0, 1, 1]
+    axes = [n for n, size in enumerate(shape, 1) if size == 1]
+    others = [n for n in range(5) if n not in axes]
+    count = math.prod(got.shape[n] for n in axes)
+    flat = got.transpose(others + axes).reshape(*(got.shape[n] for n in others), count)
+    partial = np.cumsum(flat, axis=-1)  # in order
+    sums = _rounding_to(_dtype_of(name, inputs))(partial[..., -1:].sum(axis=-1))
+    true_sums = want.sum(axis=tuple(axes))
+    worst = _largest_error(name, sums, true_sums, inputs)
+    if count < 2:
+        return worst
+    error = got.astype(want.dtype) - want
+    rows = error.sum(axis=4, keepdims=True) if 4 in axes else error
+    addition = np.finfo(got.dtype).eps / 4 * partial
+    spread = np.sqrt((rows**2).sum(axis=tuple(axes)) + (addition**2).sum(axis=-1))
+    return max(worst, 2 * float(spread[np.isfinite(true_sums)].max(initial=0.0)))
+
+
+def _side_by_side(terms: list[np.ndarray], copies: int) -> np.ndarray:
+    """Terms (copies * batch, Hq, Sq, Sk) of dense calls as one (copies, batch, Hq, Sq, Sk)."""
+    parts = [x.reshape(copies, len(x) // copies, *x.shape[1:]) for x in terms]
+    batch = sum(x.shape[1] for x in parts)
+    heads, *longest = np.max([x.shape[2:] for x in parts], axis=0)
+    whole = np.zeros((copies, batch, heads, *longest), parts[0].dtype)
+    for b, x in enumerate(parts):  # several with one entry each, or one with all of them
+        whole[:, b : b + x.shape[1], :, : x.shape[3], : x.shape[4]] = x
+    return whole
+
+
+@dataclass(frozen=True, eq=False)
+class _Dense:
+    """A call with axes (batch, heads, seq, dim), arrays as precise as the reference needs."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray | None
+    dlse: np.ndarray
+    options: reference._Options
+
+
+def _entries(inputs: Inputs) -> list[tuple[slice, slice, reference._Options]]:
+    """The queries, the keys and the options of each dense call that a call consists of."""
+    i = inputs.moved(_exactly)
+    given = {name: x for name, x in i.options.items() if name != "layout"}
+    options = reference._Options(**given)
+    if not i.cu_seqlens:
+        return [(slice(None), slice(None), options)]
+    q, k, _ = reference._heads_first(i.layout, i.q, i.k, i.v)
+    return list(reference._entries(q, i.cu_seqlens_q, k, i.cu_seqlens_k, options))
+
+
+def _copies(inputs: Inputs) -> int:
+    """Number of calls to measure, the call itself and neighbours of it.
 
     An error that a whole row shares (of its lse, its delta) makes the largest one, and with few
     rows its size is a matter of luck. Calls with nearly the same inputs have errors of the same
-    kind. They are stacked along the batch axis.
+    kind.
     """
     given = [x for x in map(host, (inputs.q, inputs.k, inputs.v)) if x.size]
     rows = min((x.size // x.shape[-1] for x in given), default=1000)
     elements = min((x.size for x in given), default=4000)
-    # (In 16 bits the roundings of single elements are larger, and there are many of those.)
-    wide = host(inputs.q).dtype.itemsize > 2
-    copies = 1 + min(max(500 // rows, 4000 // elements), 15) * wide
-    rng = np.random.default_rng(0)
+    # In 16 bits the roundings of single elements are larger, and there are many of those, but not
+    # in sums.
+    few = inputs.dtype.itemsize > 2 or inputs.bias is not None or inputs.sinks is not None
+    return 1 + min(max(500 // rows, 4000 // elements), 15) * few
 
-    def stacked(x: Any, batched: bool, nudge: bool) -> Any:
-        if x is None:
-            return None
-        x = host(x) if batched else host(x)[None]
+
+def _dense_calls(inputs: Inputs, copies: int) -> Iterator[_Dense]:
+    """The dense calls that a call consists of, each stacked with its neighbours by batch.
+
+    The neighbours have inputs that differ in the last place, and dropout takes other weights of
+    theirs. bias has all of its axes, so that its gradient comes term by term.
+    """
+    rng = np.random.default_rng(0)
+    i = inputs.moved(_exactly)
+    arrays = [x for x in (i.q, i.k, i.v, i.dout) if x is not None]
+    arrays = reference._heads_first(i.layout, *arrays)
+    dlse = reference._read_dlse(i.dlse, i.q.ndim == 4, arrays[0])
+
+    def nudged(x: np.ndarray) -> np.ndarray:
         parts = [x]
         for _ in range(copies - 1):  # about half of the numbers move by one unit towards 0
-            moved = np.nextafter(x, np.zeros_like(x)) if nudge else x
-            parts.append(np.where(np.isfinite(x) & (rng.random(x.shape) < 0.5), moved, x))
+            y = x.astype(inputs.dtype)
+            y = np.nextafter(y, np.zeros_like(y)).astype(x.dtype)
+            parts.append(np.where(np.isfinite(x) & (rng.random(x.shape) < 0.5), y, x))
         return np.concatenate(parts)
 
-    batched = host(inputs.q).ndim == 4
-    names = ("q", "k", "v", "dout")
-    arrays = {name: stacked(getattr(inputs, name), batched, True) for name in names}
-    return replace(inputs, **arrays, dlse=stacked(inputs.dlse, batched, False))
+    for rows, keys, options in _entries(inputs):
+        places = (rows, keys, keys, rows)
+        q, k, v, *dout = (x[:, :, at] for x, at in zip(arrays, places, strict=False))
+        shape = (*q.shape[:3], k.shape[2])
+        own = {}
+        for name in ("bias", "mask"):
+            if (x := getattr(options, name)) is not None:
+                own[name] = np.concatenate([np.broadcast_to(x, shape)] * copies)
+        if options.alibi_slopes is not None:
+            slopes = np.broadcast_to(options.alibi_slopes, shape[:2])
+            own["alibi_slopes"] = np.concatenate([slopes] * copies)
+        yield _Dense(
+            *map(nudged, (q, k, v)),
+            nudged(dout[0]) if dout else None,
+            np.concatenate([dlse[:, :, rows]] * copies),
+            replace(options, **own),
+        )
 
 
-@np.errstate(all="ignore")
-def careful(inputs: Inputs, backward: bool) -> dict[str, np.ndarray]:
-    """Results of the plain formula, rounded where a kernel of the dtype must round."""
-    accum = _accumulator(inputs.dtype)
-    rounded = _rounding_to(inputs.dtype)
-    sum_visible = _sum_in_order if inputs.dtype.itemsize > 2 else reference._sum_visible
-    layout, batched = inputs.layout, inputs.q.ndim == 4
-    arrays = [x for x in (inputs.q, inputs.k, inputs.v, inputs.dout) if x is not None]
-    q, k, v, *dout = (x.astype(accum) for x in reference._heads_first(layout, *arrays))
+def _truth(call: _Dense, backward: bool) -> dict[str, np.ndarray]:
+    """The reference's results, those of `SUMS` term by term."""
+    c, sinks = call, call.options.sinks
+    out, lse = reference._forward(c.q, c.k, c.v, c.options)
+    results = {"out": out, "lse": lse}
+    if backward:
+        grads = reference._backward(c.dout, c.q, c.k, c.v, c.dlse, c.options)
+        results |= {name: getattr(grads, name) for name in GRADIENTS}
+        if sinks is not None:
+            seen = reference._visible((*lse.shape, c.k.shape[2]), c.options).any(axis=-1)
+            delta = np.where(seen, (c.dout * out).sum(axis=-1), 0)
+            results["dsinks"] = reference._sink_terms(sinks, lse, c.dlse - delta)[..., None]
+    return results
+
+
+def careful(call: _Dense, dtype: np.dtype, backward: bool) -> dict[str, np.ndarray]:
+    """Results of the plain formula, rounded where a kernel of the dtype must round.
+
+    Those of `SUMS` come term by term.
+    """
+    accum, rounded = _accumulator(dtype), _rounding_to(dtype)
+    sum_visible = _sum_in_order if dtype.itemsize > 2 else reference._sum_visible
+    o, zero = call.options, accum.type(0)
+    q, k, v, dlse = (x.astype(accum) for x in (call.q, call.k, call.v, call.dlse))
     (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
     k, v = reference._per_query_head(k, q), reference._per_query_head(v, q)
-    scale = accum.type(q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale)
-    visible = reference._visible(sq, sk, inputs.causal, inputs.window)
-    visible = np.broadcast_to(visible, (batch, heads, sq, sk))
+    scale = accum.type(q.shape[-1] ** -0.5 if o.scale is None else o.scale)
+    visible = reference._visible((batch, heads, sq, sk), o)
     everything = np.broadcast_to(True, (batch, heads, sq, max(q.shape[-1], v.shape[-1])))
 
-    x = np.where(visible, sum_visible(q, k.mT, everything) * scale, accum.type(-np.inf))
-    m = x.max(axis=-1, keepdims=True, initial=-np.inf)
-    m = np.where(np.isfinite(m), m, accum.type(0))
+    x, slope = sum_visible(q, k.mT, everything) * scale, accum.type(1)
+    if o.softcap:
+        t = np.tanh(x / accum.type(o.softcap))
+        x, slope = accum.type(o.softcap) * t, 1 - t * t
+    if o.bias is not None:
+        x = x + o.bias.astype(accum)
+    if o.alibi_slopes is not None:
+        distance = reference._distance(sq, sk).astype(accum)
+        x = x - o.alibi_slopes.astype(accum)[..., None, None] * distance
+    x = np.where(visible, x, -np.inf)
+    sink = accum.type(-np.inf) if o.sinks is None else o.sinks.astype(accum)[:, None, None]
+    m = np.maximum(x.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    m = np.where(np.isfinite(m), m, zero)
     e = np.exp(x - m)
-    total = sum_visible(e, np.ones_like(k[..., :1]), visible)
-    inverse = np.where(total == 0, accum.type(0), 1 / total)
-    out = rounded(sum_visible(rounded(e), v, visible) * inverse)
+    total = sum_visible(e, np.ones_like(k[..., :1]), visible) + np.exp(sink - m)
+    inverse = np.where(total == 0, zero, 1 / total)
+    drop = np.asarray(reference._drop(x.shape, o)).astype(accum)
+    out = rounded(sum_visible(rounded(e * drop), v, visible) * inverse)
     lse = m + np.log(total)
-    results = {"out": out}
+    results = {"out": out, "lse": lse[..., 0]}
 
     if backward:
-        seen = total != 0
-        p = np.where(visible & seen, np.exp(x - np.where(seen, lse, 0)), accum.type(0))
-        delta = np.cumsum(dout[0] * out, axis=-1)[..., -1:]
-        dx = sum_visible(dout[0], v.mT, everything) - delta
-        if inputs.dlse is not None:
-            dx += host(inputs.dlse).astype(accum).reshape(total.shape)
-        ds = rounded(np.where(visible, p * dx, accum.type(0)))
+        dout, seen = call.dout.astype(accum), total != 0
+        p = np.where(visible & seen, np.exp(x - np.where(seen, lse, 0)), zero)
+        delta = np.where(visible.any(-1)[..., None], np.cumsum(dout * out, -1)[..., -1:], zero)
+        dp = sum_visible(dout, v.mT, everything) * drop
+        dx = np.where(visible, p * (dp - delta + dlse[..., None]), zero)
+        ds = rounded(np.where(visible, dx * slope, zero))
 
         def by_key_head(x: np.ndarray) -> np.ndarray:
             # The query heads of a key head as one long sequence: its gradient is one sum.
@@ -218,11 +379,14 @@ def careful(inputs: Inputs, backward: bool) -> dict[str, np.ndarray]:
 
         seen_by = by_key_head(visible).mT
         dk = sum_visible(by_key_head(ds).mT, by_key_head(q), seen_by)
-        dv = sum_visible(by_key_head(rounded(p)).mT, by_key_head(dout[0]), seen_by)
+        dv = sum_visible(by_key_head(rounded(p * drop)).mT, by_key_head(dout), seen_by)
         results["dq"] = rounded(sum_visible(ds, k, visible) * scale)
         results["dk"], results["dv"] = rounded(dk * scale), rounded(dv)
-    results = {name: reference._as_given(layout, batched, x) for name, x in results.items()}
-    return results | {"lse": lse[..., 0] if batched else lse[0, ..., 0]}
+        results["dbias"] = dx
+        if o.sinks is not None:
+            terms = reference._sink_terms(o.sinks.astype(accum), lse[..., 0], dlse - delta[..., 0])
+            results["dsinks"] = terms[..., None]
+    return results
 
 
 def _sum_in_order(weight: np.ndarray, x: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -272,16 +436,26 @@ def _first(where: np.ndarray) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(where)[0])
 
 
-def _assert_dtype(name: str, got: Any, want: np.dtype) -> None:
-    assert host(got).dtype == want, f"{name}: dtype {host(got).dtype}, expected {want}"
-
-
-def _assert_unseen_is_zero(inputs: Inputs, results: dict[str, Any]) -> None:
-    """Rows without keys and keys without rows are 0, and no bound applies to them."""
-    axis = -3 if inputs.layout == "bshd" else -2
-    sq, sk = inputs.q.shape[axis], inputs.k.shape[axis]
-    visible = reference._visible(sq, sk, inputs.causal, inputs.window)
-    for name, got in results.items():
-        unseen = ~visible.any(axis=0 if name in ("dk", "dv") else 1)
-        wrong = np.compress(unseen, host(got), axis=axis) != 0
+def _assert_unseen_is_zero(inputs: Inputs, results: dict[str, np.ndarray]) -> None:
+    """Rows without keys, keys without rows and hidden pairs are 0, and no bound applies to them."""
+    q, k, _ = reference._heads_first(inputs.layout, *map(host, (inputs.q, inputs.k, inputs.v)))
+    rows, keys = np.zeros(q.shape[:3], bool), np.zeros(k.shape[:3], bool)
+    seen = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
+    if "dbias" in results:
+        seen["dbias"] = np.zeros(results["dbias"].shape, bool)
+    for i, j, options in _entries(inputs):
+        batch, heads, sq = rows[:, :, i].shape
+        visible = reference._visible((batch, heads, sq, keys[:, :, j].shape[2]), options)
+        rows[:, :, i] = visible.any(axis=-1)
+        keys[:, :, j] = reference._per_key_head(visible.any(axis=-2)[..., None], k.shape[1])[..., 0]
+        if "dbias" in results:
+            pairs = seen["dbias"]
+            pairs = reference._of_entry(pairs, options.first, i, j) if inputs.cu_seqlens else pairs
+            pairs |= reference._sum_to(pairs.shape, visible) > 0
+    for name in results.keys() & seen.keys():
+        got, where = results[name], seen[name]
+        if name != "dbias":
+            where = where[..., None]
+            where = reference._as_given(inputs.layout, got.ndim == 4, where)
+        wrong = ~where & (got != 0)
         assert not wrong.any(), f"{name}: {wrong.sum()} elements of unseen rows are not 0"
