@@ -2,9 +2,23 @@
 """Exact attention (FlashAttention), forward and backward, for CuPy and NumPy arrays."""
 
 from . import reference
-from .api import attention, attention_backward, attention_vjp
+from .api import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    attention_vjp,
+)
 from .gradients import Gradients
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Gradients", "attention", "attention_backward", "attention_vjp", "reference"]
+__all__ = [
+    "Gradients",
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_vjp",
+    "reference",
+]

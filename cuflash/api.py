@@ -9,9 +9,24 @@ from typing import Any
 from . import arrays, launch
 from .arrays import View
 from .gradients import Gradients
-from .problem import Arrays, Destinations, Problem, read, read_backward, read_flag
+from .problem import (
+    Arrays,
+    Destinations,
+    Problem,
+    read,
+    read_backward,
+    read_flag,
+    read_packed,
+    read_wanted,
+)
 
-__all__ = ["attention", "attention_backward", "attention_vjp"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_vjp",
+]
 
 
 def attention(
@@ -22,13 +37,21 @@ def attention(
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` for each batch entry and head.
 
-    The matrix of scores is never stored: memory grows with the length, not with its square.
+    The matrix of scores is never stored: memory grows with the length, not with its square. All
+    options go together, in both passes.
 
     Parameters
     ----------
@@ -51,6 +74,25 @@ def attention(
     window : (int, int)
         Query ``i`` sees keys ``p - left <= j <= p + right``, both ends included; -1 is no limit.
         Joins `causal` by "and".
+    softcap : float
+        If positive, scores become ``softcap * tanh(score / softcap)``, before all that follows.
+    bias : array, shape (seqlen_q, seqlen_kv) or (batch, heads_q, seqlen_q, seqlen_kv), optional
+        Added to the scores, whatever the layout; any axis may have length 1, for all. Of q's dtype
+        or float32 (float64 for float64). A bias of -inf hides the key.
+    mask : array of bool, of the shapes of `bias`, optional
+        True where the query sees the key. Joins `causal` and `window` by "and".
+    alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
+        ``slope * abs(p - j)`` is subtracted from the scores. float32 (float64 for float64).
+    sinks : array, shape (heads_q,), optional
+        A score of each head that takes part in the softmax, and in lse, but has no value:
+        ``exp(sink)`` joins the denominator. float32 (float64 for float64).
+    dropout_p : float
+        Probabilities are set to 0 with this probability after the softmax, and the others
+        multiplied by ``1 / (1 - dropout_p)``; lse does not change.
+    seed : int, or array of one int64 or uint64
+        Decides what `dropout_p` drops: a pure function of (seed, batch, head, i, j), the same on
+        every device (`cuflash.reference.dropout_keep`). An array on the GPU is read there, so that
+        a replayed CUDA graph can draw anew.
     layout : {"bshd", "bhsd"}
         "bhsd" if arrays are (batch, heads, seqlen, dim) or (heads, seqlen, dim).
     return_lse : bool
@@ -63,8 +105,8 @@ def attention(
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v) or without batch
         Of q's dtype, in q's layout. 0 in rows that see no key.
     lse : array, shape (batch, heads_q, seqlen_q) or (heads_q, seqlen_q)
-        Only with `return_lse`. Natural logarithm, float32 (float64 for float64 inputs); -inf in
-        rows that see no key.
+        Only with `return_lse`. Natural logarithm, float32 (float64 for float64 inputs); in rows
+        that see no key -inf, or the sink.
 
     Raises
     ------
@@ -89,13 +131,10 @@ def attention(
     >>> cuflash.attention(q, k, v, causal=True).shape
     (1, 100, 8, 64)
     """
-    problem, inputs = read(q, k, v, scale, causal, window, layout)
+    options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
+    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
     want_lse = read_flag("return_lse", return_lse)
-    result, lse = _forward(problem, inputs, want_lse, out)
-    if lse is None:
-        return _given(out, result)
-    to_out, to_lse = out if isinstance(out, tuple) else (out, None)
-    return _given(to_out, result), _given(to_lse, lse)
+    return _results(*_forward(problem, inputs, want_lse, out), out)
 
 
 def attention_vjp(
@@ -106,6 +145,13 @@ def attention_vjp(
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
 ) -> tuple[Any, ...]:
@@ -120,24 +166,27 @@ def attention_vjp(
     lse : array
         Only with `return_lse`, as from `attention`.
     vjp : callable
-        ``vjp(dout, *, dlse=None, out=None, workspace=None)`` returns the `Gradients` of
+        ``vjp(dout, *, dlse=None, wrt=None, out=None, workspace=None)`` returns the `Gradients` of
         ``sum(out * dout)`` (plus ``sum(lse * dlse)``), as `attention_backward` does. It keeps q, k,
-        v, out and lse, not copies of them, and may be called any number of times: what is written
-        into those arrays before (``out += x``) changes the gradients.
+        v, the options' arrays, out and lse, not copies of them, and may be called any number of
+        times: what is written into those arrays before (``out += x``) changes the gradients.
 
     Examples
     --------
     >>> out, vjp = cuflash.attention_vjp(q, k, v, causal=True)
     >>> dq, dk, dv = vjp(dout)
     """
-    problem, inputs = read(q, k, v, scale, causal, window, layout)
+    options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
+    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
     want_lse = read_flag("return_lse", return_lse)
     result, lse = _forward(problem, inputs, True, None)
     assert lse is not None
 
-    def vjp(dout: Any, *, dlse: Any = None, out: Any = None, workspace: Any = None) -> Gradients:
+    def vjp(
+        dout: Any, *, dlse: Any = None, wrt: Any = None, out: Any = None, workspace: Any = None
+    ) -> Gradients:
         all_inputs = read_backward(problem, inputs, dout, result, lse, dlse)
-        return _backward(problem, all_inputs, out, workspace)
+        return _backward(problem, all_inputs, wrt, out, workspace)
 
     function: Callable[..., Gradients] = vjp
     if want_lse:
@@ -157,11 +206,19 @@ def attention_backward(
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
     layout: str = "bshd",
-    out: tuple[Any, Any, Any] | None = None,
+    wrt: Any = None,
+    out: tuple[Any, ...] | None = None,
     workspace: Any = None,
 ) -> Gradients:
-    """Gradients of attention with respect to q, k and v.
+    """Gradients of attention with respect to q, k, v, bias and sinks.
 
     Probabilities are recomputed from `lse`, so nothing else need be kept from the forward.
 
@@ -176,11 +233,15 @@ def attention_backward(
         gradients of anything else are wrong, and nothing can tell: shapes are all that is checked.
     dlse : array, of the shape and dtype of `lse`, optional
         Gradient of the loss with respect to lse. Ignored in rows that see no key.
-    scale, causal, window, layout
+    scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed, layout
         As in the forward call.
-    out : (array or None, array or None, array or None), optional
-        Where to write dq, dk and dv: arrays of the shapes and dtypes of q, k and v that share no
-        memory with an input nor with each other.
+    wrt : sequence of {"q", "k", "v", "bias", "sinks"}, optional
+        The gradients that are wanted; by default those of all arrays that the call has. What is not
+        wanted is None. The gradient of a bias of full shape is as large as the matrix of scores,
+        and costs about a third more time.
+    out : tuple of (array or None), optional
+        Where to write dq, dk, dv and, if it goes on, dbias and dsinks: arrays of the shapes and
+        dtypes of q, k, v, bias and sinks that share no memory with an input nor with each other.
     workspace : array, one-dimensional and contiguous, of dtype uint8, optional
         Scratch memory that the caller owns, for CUDA graphs that are captured in numbers: scratch
         that a call takes while it is captured is otherwise never given back. An array that is too
@@ -189,7 +250,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        ``dq``, ``dk`` and ``dv``; ``dq, dk, dv = ...`` unpacks them.
+        ``dq``, ``dk``, ``dv``, ``dbias`` and ``dsinks``; ``dq, dk, dv = ...`` unpacks the first.
+        ``dbias`` has the shape of `bias`: it is summed over the axes that `bias` has once.
 
     Raises
     ------
@@ -198,17 +260,153 @@ def attention_backward(
 
     Notes
     -----
-    With ``P = exp(score - lse)`` and ``delta[i] = sum_d dout[i, d] * output[i, d]``::
+    With ``P = exp(score - lse)``, ``D = kept / (1 - dropout_p)`` (1 without dropout), ``delta[i] =
+    sum_d dout[i, d] * output[i, d]`` and ``slope = 1 - tanh(...)**2`` of `softcap` (or 1)::
 
-        dv = P.T @ dout    dP = dout @ v.T    dscore = P * (dP - delta[:, None] + dlse[:, None])
-        dq = scale * dscore @ k               dk = scale * dscore.T @ q
+        dP = D * (dout @ v.T)             dscore = P * (dP - delta[:, None] + dlse[:, None])
+        dv = (D * P).T @ dout             dbias = dscore
+        dq = scale * slope * dscore @ k   dk = scale * (slope * dscore).T @ q
+        dsinks = sum over b and i of exp(sink - lse) * (dlse - delta)
 
     (Dao et al., 2022, arXiv:2205.14135, section B.2). All sums have a fixed order: the same call
     gives the same bits. Grouped heads are summed in float32 (float64 for float64), rounded once.
     """
-    problem, inputs = read(q, k, v, scale, causal, window, layout)
+    options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
+    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
     inputs = read_backward(problem, inputs, dout, output, lse, dlse)
-    return _backward(problem, inputs, out, workspace)
+    return _backward(problem, inputs, wrt, out, workspace)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Attention of sequences that lie packed one behind the other, each within itself.
+
+    No padding is computed, and nothing need know the longest sequence.
+
+    Parameters
+    ----------
+    q : array, shape (total_q, heads_q, head_dim), or (heads_q, total_q, head_dim) for "bhsd"
+        Queries of all entries.
+    k, v : array, shape (total_kv, heads_kv, head_dim) and (total_kv, heads_kv, head_dim_v)
+        Keys and values of all entries.
+    cu_seqlens_q, cu_seqlens_k : array of int32 or int64, shape (entries + 1,)
+        Entry ``b`` is the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1`` of q, and
+        likewise of k and v; entries may be empty. NumPy arrays are checked. Arrays on the GPU are
+        not read by the host: numbers that do not grow, or that lie outside the arrays, give wrong
+        results, but no access outside of the arrays.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Hints about the longest entry. They never change a result.
+    scale, causal, window, softcap, sinks, dropout_p, seed, return_lse, out
+        As for `attention`, in each entry by itself: query ``i`` of an entry stands at position
+        ``p = i + seqlen_kv - seqlen_q`` of its own lengths, and `batch` is the entry.
+    bias, mask : array, shape (queries, keys) or (entries, heads_q, queries, keys), optional
+        Positions count within the entry. An axis has length 1, or at least that of the longest
+        entry; what is beyond an entry is not used.
+    alibi_slopes : array, shape (heads_q,) or (entries, heads_q), optional
+        As for `attention`.
+    layout : {"bshd", "bhsd"}
+        "bhsd" if arrays are (heads, total, dim).
+
+    Returns
+    -------
+    out : array, shape (total_q, heads_q, head_dim_v), or as `layout` says
+        Rows before the first and behind the last entry are 0.
+    lse : array, shape (heads_q, total_q)
+        Only with `return_lse`; -inf in rows that belong to no entry.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 100, 8, 64), np.float32)
+    >>> cuflash.attention_varlen(q, k, v, *[np.array([0, 30, 100])] * 2, causal=True).shape
+    (100, 8, 64)
+    """
+    options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
+    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    problem, inputs = read_packed(q, k, v, *offsets, scale, causal, window, layout, *options)
+    want_lse = read_flag("return_lse", return_lse)
+    return _results(*_forward(problem, inputs, want_lse, out), out)
+
+
+def attention_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    output: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dlse: Any = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    layout: str = "bshd",
+    wrt: Any = None,
+    out: tuple[Any, ...] | None = None,
+    workspace: Any = None,
+) -> Gradients:
+    """Gradients of `attention_varlen`.
+
+    Parameters
+    ----------
+    dout, output, lse, dlse, wrt, out, workspace
+        As for `attention_backward`, in the shapes of `attention_varlen`.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, ...
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+        Those of `attention_backward`; 0 in rows that belong to no entry, and in elements of dbias
+        that no entry uses.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `attention`.
+    """
+    options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
+    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    problem, inputs = read_packed(q, k, v, *offsets, scale, causal, window, layout, *options)
+    inputs = read_backward(problem, inputs, dout, output, lse, dlse)
+    return _backward(problem, inputs, wrt, out, workspace)
 
 
 def _forward(
@@ -233,24 +431,51 @@ def _forward(
     return result, lse
 
 
-def _backward(problem: Problem, inputs: Arrays, out: Any, workspace: Any) -> Gradients:
-    if out is None:
-        out = (None, None, None)
-    if not isinstance(out, (tuple, list)) or len(out) != 3:
-        raise TypeError(f"out: expected (dq, dk, dv), got {type(out).__name__}")
+def _results(result: View, lse: View | None, out: Any) -> Any:
+    """Return what the caller of a forward function gets."""
+    if lse is None:
+        return _given(out, result)
+    to_out, to_lse = out if isinstance(out, tuple) else (out, None)
+    return _given(to_out, result), _given(to_lse, lse)
+
+
+def _backward(problem: Problem, inputs: Arrays, wrt: Any, out: Any, workspace: Any) -> Gradients:
+    wanted = read_wanted(wrt, problem)
+    given = (None,) * 3 if out is None else out
+    if not isinstance(given, (tuple, list)) or not 3 <= len(given) <= 5:
+        raise TypeError(f"out: expected (dq, dk, dv[, dbias[, dsinks]]), got {_kind(out)}")
+    given = (*given, None, None)[:5]
+    of = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
     to = Destinations(inputs)
+    results: dict[str, View] = {}
     with arrays.on(inputs.device):
-        dq, dk, dv = (
-            to.result(name, given, x.shape, x.dtype)
-            for name, given, x in zip(_GRADIENTS, out, inputs[2:5], strict=True)
-        )
+        for name, x, destination in zip(_DIFFERENTIABLE, of, given, strict=True):
+            if name in wanted and x is not None:
+                label = f"d{name} of out"
+                results[f"d{name}"] = to.result(label, destination, x.shape, x.dtype)
+            elif destination is not None:
+                raise ValueError(f"out: d{name} is not computed by this call; pass None for it")
+        extra = {"dk", "dv"} if not {"dk", "dv"}.isdisjoint(results) else set()
+        for name in extra - results.keys():  # one kernel computes both
+            x = inputs.k if name == "dk" else inputs.v
+            results[name] = arrays.empty(x, x.shape, x.dtype)
         if workspace is not None:
-            workspace = to.workspace(workspace, launch.workspace_bytes(problem))
-        launch.backward(problem, inputs, dq, dk, dv, workspace)
-    return Gradients(*(_given(given, x) for given, x in zip(out, (dq, dk, dv), strict=True)))
+            size = launch.workspace_bytes(problem, inputs, results)
+            workspace = to.workspace(workspace, size)
+        launch.backward(problem, inputs, results, workspace)
+    return Gradients(
+        *(
+            _given(destination, results[f"d{name}"]) if name in wanted else None
+            for name, destination in zip(_DIFFERENTIABLE, given, strict=True)
+        )
+    )
 
 
-_GRADIENTS = ("dq of out", "dk of out", "dv of out")
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__name__} of {len(x)}" if isinstance(x, (tuple, list)) else type(x).__name__
 
 
 def _given(given: Any, result: View) -> Any:

@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["View", "adopt", "empty", "extent", "on", "overlap", "scratch", "self_overlap", "view"]
+__all__ = [
+    "View",
+    "adopt",
+    "empty",
+    "extent",
+    "on",
+    "overlap",
+    "scratch",
+    "self_overlap",
+    "upload",
+    "view",
+]
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 
@@ -177,6 +188,21 @@ def scratch(like: View, size: int) -> tuple[int, Any]:
         return owner.ctypes.data, owner
     owner = sys.modules["cupy"].cuda.alloc(size)
     return owner.ptr, owner
+
+
+def upload(x: View) -> tuple[View, Any]:
+    """Return a copy of a host array on the current GPU, and what must stay for a captured graph."""
+    cupy = sys.modules["cupy"]
+    stream = cupy.cuda.get_current_stream()
+    if not stream.is_capturing():
+        return view(cupy.asarray(x.array)), None
+    # A replay copies again, so the source must stay as it is.
+    source = cupy.cuda.alloc_pinned_memory(max(x.array.nbytes, 1))
+    pinned = np.frombuffer(source, x.dtype, x.array.size)
+    pinned[:] = x.array
+    copy = cupy.ndarray(x.shape, x.dtype)
+    copy.data.copy_from_host_async(pinned.ctypes.data, pinned.nbytes, stream)
+    return view(copy), (source, copy)
 
 
 @functools.lru_cache(maxsize=1024)  # calls come with the same shapes over and over

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from . import arrays, compile, device, host, select
@@ -46,42 +47,37 @@ def host_seed() -> int:
 
 def forward(problem: Problem, inputs: Arrays, out: View, lse: View | None) -> None:
     """Fill `out`, and `lse` if it is not None."""
-    operands = Operands(q=inputs.q, k=inputs.k, v=inputs.v, out=out, lse=lse)
-    _run("forward", problem, inputs, operands, writes=("out", "lse"))
+    _run("forward", problem, inputs, {"out": out, "lse": lse}, None)
 
 
 def backward(
-    problem: Problem, inputs: Arrays, dq: View, dk: View, dv: View, workspace: View | None = None
+    problem: Problem, inputs: Arrays, results: dict[str, View], workspace: View | None = None
 ) -> None:
-    """Fill `dq`, `dk` and `dv`. `workspace`: None, or an array of `workspace_bytes` bytes."""
-    size = workspace_bytes(problem)
-    if workspace is not None:
-        delta, owner = workspace.address, workspace.array
-    else:
-        delta, owner = arrays.scratch(inputs.q, size)
-        if inputs.device is not None and _stream().is_capturing():
-            _captured.append(owner)
-    operands = Operands(
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        out=inputs.out,
-        dout=inputs.dout,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        lse=inputs.lse,
-        dlse=inputs.dlse,
-        delta=delta,
-    )
-    _run("backward", problem, inputs, operands, writes=("dq", "dk", "dv"), scratch=(delta, size))
-    del owner  # not before here: the memory may be given away
+    """Fill `results`: of dq, dk, dv, dbias and dsinks those that are wanted, dk and dv together.
+
+    `workspace` is None, or an array of `workspace_bytes` bytes.
+    """
+    _run("backward", problem, inputs, results, workspace)
 
 
-def workspace_bytes(problem: Problem) -> int:
+def workspace_bytes(problem: Problem, inputs: Arrays, results: dict[str, View]) -> int:
     """Return how much scratch memory a backward call takes."""
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
-    return rows * problem.dtype.accum.itemsize
+    steps = _steps("backward", problem.traits, inputs.device)
+    return _scratch([plan for plan, _ in steps if _runs(plan, results)], problem)[1]
+
+
+def _runs(plan: KernelPlan, results: Mapping[str, Any]) -> bool:
+    return not plan.results or not results.keys().isdisjoint(plan.results)
+
+
+def _scratch(plans: Iterable[KernelPlan], problem: Problem) -> tuple[dict[str, int], int]:
+    """Return where each array of the workspace begins, and the bytes of them all."""
+    offsets, size = {}, 0
+    for plan in plans:
+        for name, need in plan.scratch(problem).items():
+            offsets[name] = size
+            size += -(-need // 16) * 16
+    return offsets, size
 
 
 class _Params(threading.local):
@@ -107,29 +103,77 @@ def _run(
     direction: Literal["forward", "backward"],
     problem: Problem,
     inputs: Arrays,
-    operands: Operands,
-    writes: tuple[str, ...],
-    scratch: tuple[int, int] | None = None,
+    results: Mapping[str, View | None],
+    workspace: View | None,
 ) -> None:
-    steps = _steps(direction, problem.traits, inputs.device)
-    grids = [(kernel, min(plan.parts(problem), _MAX_BLOCKS)) for plan, kernel in steps]
+    i = inputs
+    steps = [
+        (plan, kernel, min(plan.parts(problem), _MAX_BLOCKS))
+        for plan, kernel in _steps(direction, problem.traits, i.device)
+        if _runs(plan, results)
+    ]
+    cu_q, cu_kv = i.cu_seqlens_q, i.cu_seqlens_kv
+    if cu_q is not None and cu_kv is not None and i.device is not None:
+        cu_q, cu_kv = _on_device(cu_q), _on_device(cu_kv)
+    offsets, size = _scratch([plan for plan, _, _ in steps], problem)
+    owner, start = workspace, 0
+    if workspace is not None:
+        start = workspace.address
+    elif size:
+        start, owner = arrays.scratch(i.q, size)
+        if i.device is not None and _stream().is_capturing():
+            _captured.append(owner)
+    get = results.get
+    operands = Operands(
+        i.q,
+        i.k,
+        i.v,
+        get("out", i.out),
+        i.dout,
+        get("dq"),
+        get("dk"),
+        get("dv"),
+        get("lse", i.lse),
+        i.dlse,
+        start + offsets.get("delta", 0),
+        i.bias,
+        get("dbias"),
+        i.mask,
+        i.slopes,
+        i.sinks,
+        get("dsinks"),
+        cu_q,
+        cu_kv,
+        start + offsets.get("dbias_parts", 0),
+        i.seed,
+    )
     params = _params
-    pack(params.bytes, problem, inputs.layout, operands)
-    if inputs.device is None:
+    pack(params.bytes, problem, i.layout, operands)
+    if i.device is None:
         _warn_if_slow(direction, problem)
         buffers = [
-            (name, *arrays.extent(x), name in writes)
+            (name, *arrays.extent(x), name in results)
             for name, x in zip(Operands._fields, operands, strict=True)
             if isinstance(x, View)
         ]
-        if scratch is not None:
-            buffers.append(("workspace", scratch[0], sum(scratch), True))
+        if size:
+            buffers.append(("workspace", start, start + size, True))
         call: tuple[Any, ...] = params.bytes.raw, buffers, host_seed()
     else:
         call = params.list, _stream().ptr
-    for kernel, blocks in grids:
+    for _, kernel, blocks in steps:
         if blocks:
             kernel.launch(blocks, *call)
+    del owner, cu_q, cu_kv  # not before here: their memory may be given away
+
+
+def _on_device(x: View) -> View:
+    if x.device is not None:
+        return x
+    copy, kept = arrays.upload(x)
+    if kept is not None:
+        _captured.append(kept)
+    return copy
 
 
 @functools.cache

@@ -7,14 +7,17 @@ import struct
 from typing import Any, NamedTuple
 
 from .arrays import View
-from .plan import PARAMS_BYTES
+from .plan import PARAMS_BYTES, dbias_split
 from .problem import Layout, Problem
 
 __all__ = ["Operands", "pack"]
 
 
 class Operands(NamedTuple):
-    """The arrays of Params, in its order; None where a call has no such array."""
+    """The arrays of Params, in its order; None where a call has no such array.
+
+    What lies in workspace is an address.
+    """
 
     q: View | None = None
     k: View | None = None
@@ -26,25 +29,38 @@ class Operands(NamedTuple):
     dv: View | None = None
     lse: View | None = None
     dlse: View | None = None
-    delta: int | None = None  # the address of scratch memory
+    delta: int = 0
+    bias: View | None = None
+    dbias: View | None = None
+    mask: View | None = None
+    slopes: View | None = None
+    sinks: View | None = None
+    dsinks: View | None = None
+    cu_seqlens_q: View | None = None
+    cu_seqlens_kv: View | None = None
+    dbias_parts: int = 0
+    seed: View | None = None
 
 
 def pack(buffer: Any, problem: Problem, layout: Layout, operands: Operands) -> None:
     """Write struct Params into `buffer`."""
-    p = problem
+    p, x = problem, operands
     fields: list[Any] = []
-    for x in operands[:8]:
-        fields += _NO_TENSOR if x is None else _tensor(x, layout, p.dtype.group)
-    for x in operands[8:10]:
-        fields += _NO_ROWS if x is None else _rows(x)
-    rows = p.heads_q * p.seqlen_q
-    fields += _NO_ROWS if operands.delta is None else (operands.delta, rows, p.seqlen_q, 1)
+    for tensor in x[:8]:
+        fields += _NO_TENSOR if tensor is None else _tensor(tensor, layout, p.dtype.group)
+    fields += _NO_ROWS if x.lse is None else _rows(x.lse)
+    fields += _NO_ROWS if x.dlse is None else _rows(x.dlse)
+    fields += (x.delta, 0 if p.is_packed else p.heads_q * p.seqlen_q, p.seqlen_q, 1)
+    fields += _options(p, x) if p.features else _NO_OPTIONS
     _PARAMS.pack_into(
         buffer,
         0,
         *fields,
         p.scale,
+        p.softcap,
+        _kept(p.dropout_p),
         p.batch,
+        min(round(p.dropout_p * 2**32), 2**32 - 1),
         p.heads_q,
         p.heads_kv,
         p.seqlen_q,
@@ -53,15 +69,27 @@ def pack(buffer: Any, problem: Problem, layout: Layout, operands: Operands) -> N
         p.head_dim_v,
         p.window_left,
         p.window_right,
+        *(dbias_split(p) if x.dbias is not None else (0, 0)),
+        0,
     )
 
 
-# Eight Tensor, three RowTensor, then the scalars.
-_PARAMS = struct.Struct("=" + 8 * "Q5q" + 3 * "Q3q" + "dq8i")
+# Eight Tensor, three RowTensor, three PairTensor, three HeadTensor, two Offsets, dbias_parts,
+# seed_at, seed, then the scalars.
+_OPTIONS = 3 * "Q4q4iq" + 3 * "Q2q" + 2 * "Q2q" + "QQQ"
+_PARAMS = struct.Struct("=" + 8 * "Q5q" + 3 * "Q3q" + _OPTIONS + "3dqI11i")
 assert _PARAMS.size == PARAMS_BYTES
 
-_NO_TENSOR = (0, 0, 0, 0, 0, 0)
-_NO_ROWS = (0, 0, 0, 0)
+_NO_TENSOR = (0,) * 6
+_NO_ROWS = (0,) * 4
+_NO_PAIRS = (0,) * 10
+_NO_HEADS = (0,) * 3
+_NO_OPTIONS = (0,) * (3 * 10 + 3 * 3 + 2 * 3 + 3)
+
+
+def _kept(dropout_p: float) -> float:
+    """Return what probabilities that are kept are multiplied by."""
+    return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
 
 
 def _tensor(x: View, layout: Layout, group: int) -> tuple[int, ...]:
@@ -82,3 +110,35 @@ def _rows(x: View) -> tuple[int, ...]:
     size, strides = x.itemsize, x.strides
     batch = strides[0] // size if len(strides) == 3 else 0
     return x.address, batch, strides[-2] // size, strides[-1] // size
+
+
+def _options(p: Problem, x: Operands) -> list[int]:
+    """Return the fields from `bias` to `seed`."""
+    fields: list[int] = []
+    for pairs in (x.bias, x.dbias, x.mask):
+        fields += _NO_PAIRS if pairs is None else _pairs(pairs, p.dtype.accum.itemsize)
+    for heads in (x.slopes, x.sinks, x.dsinks):
+        fields += _NO_HEADS if heads is None else _heads(heads)
+    for offsets in (x.cu_seqlens_q, x.cu_seqlens_kv):
+        if offsets is None:
+            fields += _NO_HEADS
+        else:
+            size = offsets.itemsize
+            fields += (offsets.address, offsets.strides[0] // size, size == 8)
+    fields += (x.dbias_parts, 0 if x.seed is None else x.seed.address, p.seed)
+    return fields
+
+
+def _pairs(x: View, wide: int) -> tuple[int, ...]:
+    """Return struct PairTensor; `wide` is the size of an accumulator."""
+    shape, size = x.shape, x.itemsize
+    strides = [0 if n == 1 else s // size for n, s in zip(shape, x.strides, strict=True)]
+    if len(shape) == 2:
+        shape, strides = (1, 1, *shape), [0, 0, *strides]
+    return x.address, *strides, *shape, size == wide
+
+
+def _heads(x: View) -> tuple[int, ...]:
+    """Return struct HeadTensor."""
+    batch = x.strides[0] // x.itemsize if len(x.shape) == 2 and x.shape[0] > 1 else 0
+    return x.address, batch, x.strides[-1] // x.itemsize

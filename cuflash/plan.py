@@ -8,28 +8,52 @@ belongs to one file of ``kernels/attention/``; its fields become ``plan::kTileQ`
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from .dtypes import DTYPES
 from .problem import Problem
 
-__all__ = ["BackwardDkdvSimt", "BackwardDqSimt", "Delta", "ForwardSimt", "KernelPlan", "Plan"]
+__all__ = [
+    "BackwardDbiasSimt",
+    "BackwardDkdvSimt",
+    "BackwardDqSimt",
+    "Delta",
+    "Dsinks",
+    "ForwardSimt",
+    "KernelPlan",
+    "Plan",
+    "SumParts",
+    "dbias_split",
+]
 
-#: sizeof(Params) in kernels/attention/params.cuh; launch.py packs so many bytes.
-PARAMS_BYTES = 528
+#: sizeof(Params) in kernels/attention/params.cuh; params.py packs so many bytes.
+PARAMS_BYTES = 896
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """The constants of one kernel. `dtype` names the element type."""
+    """The constants of one kernel. `dtype` names the element type.
+
+    The options that a kernel has code for are true; a call may use fewer.
+    """
 
     kernel: ClassVar[str]  # the file's stem, the entry point and the name in the cache
     family: ClassVar[str]
     target_suffix: ClassVar[str] = ""  # "a": code for this very architecture, as for wgmma
+    results: ClassVar[tuple[str, ...]] = ()  # it runs if one is wanted; (): if any other runs
 
     dtype: str
+    _: KW_ONLY
+    softcap: bool = False
+    bias: bool = False
+    mask: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    packed: bool = False
 
     @property
     def threads(self) -> int:
@@ -44,6 +68,10 @@ class KernelPlan:
     def parts(self, problem: Problem) -> int:
         """Return how many blocks the problem is cut into."""
         raise NotImplementedError
+
+    def scratch(self, problem: Problem) -> dict[str, int]:
+        """Return the bytes of workspace that the kernel fills, by the names of Params."""
+        return {}
 
     def constants(self) -> Iterator[tuple[str, str, str]]:
         """Yield C++ type, name and value of each constant of namespace plan."""
@@ -80,8 +108,6 @@ class _Tiled(KernelPlan):
     threads_y: int  # lanes across the rows of a tile
     threads_x: int  # lanes across its columns
     chunk: int  # columns of the head dimension that are worked on at once
-    chunks: int  # chunks of the padded head dimension of the first accumulator
-    resident_chunks: int  # chunks of head_dim of the stationary operand in shared memory; 0: none
     blocks_per_sm: int  # what the compiler keeps registers free for
     unroll: int  # of the inner products, in steps of a 16-byte group
 
@@ -89,16 +115,31 @@ class _Tiled(KernelPlan):
     def threads(self) -> int:
         return self.threads_y * self.threads_x
 
+    def _tiles(self, problem: Problem, heads: int, rows: int, tile: int) -> int:
+        """Return work_parts() of ``parts/work.cuh``."""
+        if problem.is_packed:
+            return heads * (rows // tile + problem.batch + 2)
+        return problem.batch * heads * _ceil(rows, tile)
+
     def _tile_bytes(self, rows: int, cols: int) -> int:
         """Return sizeof(tile::Shared<rows, cols>): each row is padded by 16 bytes."""
         return rows * (cols * DTYPES[self.dtype].accum.itemsize + 16)
 
 
 @dataclass(frozen=True)
-class ForwardSimt(_Tiled):
+class _Chunked(_Tiled):
+    """A kernel that keeps a result of some columns in registers."""
+
+    chunks: int  # chunks of the padded head dimension of the first accumulator
+    resident_chunks: int  # chunks of head_dim of the stationary operand in shared memory; 0: none
+
+
+@dataclass(frozen=True)
+class ForwardSimt(_Chunked):
     """``forward_simt.cu``. `chunks` covers head_dim_v."""
 
     kernel = "forward_simt"
+    results = ("out",)
 
     @property
     def smem_bytes(self) -> int:
@@ -109,14 +150,15 @@ class ForwardSimt(_Tiled):
         )
 
     def parts(self, problem: Problem) -> int:
-        return problem.batch * problem.heads_q * _ceil(problem.seqlen_q, self.tile_q)
+        return self._tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
 
 
 @dataclass(frozen=True)
-class BackwardDqSimt(_Tiled):
+class BackwardDqSimt(_Chunked):
     """``backward_dq_simt.cu``. `chunks` covers head_dim."""
 
     kernel = "backward_dq_simt"
+    results = ("dq",)
 
     resident_chunks_v: int  # as resident_chunks, of head_dim_v
 
@@ -130,14 +172,15 @@ class BackwardDqSimt(_Tiled):
         )
 
     def parts(self, problem: Problem) -> int:
-        return problem.batch * problem.heads_q * _ceil(problem.seqlen_q, self.tile_q)
+        return self._tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
 
 
 @dataclass(frozen=True)
-class BackwardDkdvSimt(_Tiled):
+class BackwardDkdvSimt(_Chunked):
     """``backward_dkdv_simt.cu``. `chunks` covers head_dim, `chunks_v` head_dim_v."""
 
     kernel = "backward_dkdv_simt"
+    results = ("dk", "dv")
 
     resident_chunks_v: int
     chunks_v: int
@@ -152,7 +195,93 @@ class BackwardDkdvSimt(_Tiled):
         )
 
     def parts(self, problem: Problem) -> int:
-        return problem.batch * problem.heads_kv * _ceil(problem.seqlen_kv, self.tile_kv)
+        return self._tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)
+
+
+@dataclass(frozen=True)
+class BackwardDbiasSimt(_Tiled):
+    """``backward_dbias_simt.cu``."""
+
+    kernel = "backward_dbias_simt"
+    results = ("dbias",)
+
+    @property
+    def smem_bytes(self) -> int:
+        return (
+            self._tile_bytes(self.tile_q, self.chunk)
+            + self._tile_bytes(self.tile_kv, self.chunk)
+            + self._tile_bytes(self.tile_q, self.tile_kv)
+        )
+
+    def parts(self, problem: Problem) -> int:
+        return _dbias_tiles(problem, self.tile_q, self.tile_kv) * dbias_split(problem)[0]
+
+    def scratch(self, problem: Problem) -> dict[str, int]:
+        splits, _ = dbias_split(problem)
+        size = math.prod(problem.bias_shape) * problem.dtype.accum.itemsize
+        return {"dbias_parts": size * splits if splits > 1 else 0}
+
+
+@dataclass(frozen=True)
+class SumParts(KernelPlan):
+    """``sum_parts.cu``: one thread an element of dbias."""
+
+    kernel = "sum_parts"
+    family = "any"
+    results = ("dbias",)
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+    def parts(self, problem: Problem) -> int:
+        if dbias_split(problem)[0] == 1:
+            return 0
+        return _ceil(math.prod(problem.bias_shape), self.threads)
+
+
+def dbias_split(problem: Problem) -> tuple[int, int]:
+    """Return into how many parts the sums of dbias are cut, and how many of them share an entry.
+
+    As many as keep a GPU busy, of what there is to sum. From sizes alone, so that the same call has
+    the same sums on every device.
+    """
+    batch, heads, queries, _ = problem.bias_shape
+    pairs = (problem.batch if batch == 1 else 1) * (problem.heads_q if heads == 1 else 1)
+    wanted = _ceil(_DBIAS_BLOCKS, max(_dbias_tiles(problem, _DBIAS_TILE, _DBIAS_TILE), 1))
+    strides = 1
+    if queries == 1:
+        strides = max(min(wanted, _ceil(problem.seqlen_q, _DBIAS_TILE)), 1)
+    return max(min(wanted, pairs * strides), 1), strides
+
+
+_DBIAS_TILE = 64
+_DBIAS_BLOCKS = 512
+
+
+def _dbias_tiles(problem: Problem, tile_q: int, tile_kv: int) -> int:
+    batch, heads, queries, keys = problem.bias_shape
+    return batch * heads * _ceil(queries, tile_q) * _ceil(keys, tile_kv)
+
+
+@dataclass(frozen=True)
+class Dsinks(KernelPlan):
+    """``dsinks.cu``: one block a head."""
+
+    kernel = "dsinks"
+    family = "any"
+    results = ("dsinks",)
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.threads * DTYPES[self.dtype].accum.itemsize
+
+    def parts(self, problem: Problem) -> int:
+        return problem.heads_q
 
 
 @dataclass(frozen=True)
@@ -167,4 +296,7 @@ class Delta(KernelPlan):
         return 128
 
     def parts(self, problem: Problem) -> int:
-        return _ceil(problem.batch * problem.heads_q * problem.seqlen_q, self.threads)
+        return _ceil(problem.rows, self.threads)
+
+    def scratch(self, problem: Problem) -> dict[str, int]:
+        return {"delta": problem.rows * problem.dtype.accum.itemsize}

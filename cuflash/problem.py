@@ -19,6 +19,7 @@ from .arrays import View
 from .dtypes import DTYPES, DType, lookup
 
 __all__ = [
+    "FEATURES",
     "OPEN",
     "Arrays",
     "Destinations",
@@ -28,6 +29,8 @@ __all__ = [
     "read",
     "read_backward",
     "read_flag",
+    "read_packed",
+    "read_wanted",
 ]
 
 #: No limit on that side of the window; kOpen in kernels/attention/params.cuh.
@@ -38,12 +41,17 @@ _MAX_LENGTH = 2**30
 _MAX_HEAD_DIM = 512
 
 
+#: Options that kernels are compiled for; the others are run-time values and cost nothing.
+FEATURES = ("softcap", "bias", "mask", "alibi", "sinks", "dropout", "packed")
+
+
 class Traits(NamedTuple):
     """The part of a Problem that decides which kernels run: what a Plan may depend on."""
 
     dtype: DType
     head_dim: int
     head_dim_v: int
+    features: tuple[str, ...] = ()  # of FEATURES, in its order
 
 
 class Problem(NamedTuple):
@@ -60,11 +68,26 @@ class Problem(NamedTuple):
     scale: float
     window_left: int  # keys before the diagonal; OPEN: all of them
     window_right: int  # keys after it; 0 when causal
+    softcap: float = 0.0  # 0: none
+    dropout_p: float = 0.0
+    seed: int = 0  # of dropout, in 64 bits, if it is known to the host
+    bias_shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # each axis full or 1
+    features: tuple[str, ...] = ()  # what the call uses of FEATURES
 
     @property
     def traits(self) -> Traits:
         """What kernels are selected by; lengths, strides and the window are run-time values."""
-        return Traits(self.dtype, self.head_dim, self.head_dim_v)
+        return Traits(self.dtype, self.head_dim, self.head_dim_v, self.features)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the entries of the batch lie one behind the other along the sequence axis."""
+        return "packed" in self.features
+
+    @property
+    def rows(self) -> int:
+        """Number of elements of lse."""
+        return (1 if self.is_packed else self.batch) * self.heads_q * self.seqlen_q
 
 
 class Layout(NamedTuple):
@@ -114,16 +137,47 @@ class Arrays(NamedTuple):
     lse: View | None = None
     dout: View | None = None
     dlse: View | None = None
+    bias: View | None = None
+    mask: View | None = None
+    slopes: View | None = None
+    sinks: View | None = None
+    seed: View | None = None
+    cu_seqlens_q: View | None = None  # these two may lie on the host
+    cu_seqlens_kv: View | None = None
 
 
 #: What the fields of Arrays from `q` on are called in signatures.
-_ARGUMENTS = ("q", "k", "v", "output", "lse", "dout", "dlse")
+_ARGUMENTS = (
+    *("q", "k", "v", "output", "lse", "dout", "dlse"),
+    *("bias", "mask", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k"),
+)
 
 
 def read(
-    q: Any, k: Any, v: Any, scale: Any, causal: Any, window: Any, layout: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: Any,
+    causal: Any,
+    window: Any,
+    layout: Any,
+    softcap: Any = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: Any = 0.0,
+    seed: Any = None,
 ) -> tuple[Problem, Arrays]:
     """Check the arguments that every call has."""
+    problem, inputs = _read_plain(q, k, v, scale, causal, window, layout)
+    options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
+    return _read_options(problem, inputs, *options)
+
+
+def _read_plain(
+    q: Any, k: Any, v: Any, scale: Any, causal: Any, window: Any, layout: Any
+) -> tuple[Problem, Arrays]:
     q, k, v = arrays.adopt("q", q), arrays.adopt("k", k), arrays.adopt("v", v)
     dtype = _dtype(q)
     if not isinstance(layout, str) or layout not in _AXES:
@@ -173,6 +227,229 @@ def _geometry(
     return axes, (batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, head_dim_v)
 
 
+def _read_options(
+    problem: Problem,
+    inputs: Arrays,
+    softcap: Any,
+    bias: Any,
+    mask: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    dropout_p: Any,
+    seed: Any,
+) -> tuple[Problem, Arrays]:
+    """Check the options that change scores and probabilities."""
+    no_arrays = bias is mask is alibi_slopes is sinks is None
+    if no_arrays and type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0:
+        return problem, inputs
+    p, found, features = problem, {}, set()
+    cap = _number("softcap", softcap, p.dtype)
+    # The largest number of an accumulator has a reciprocal; the smallest cap must have one too.
+    if cap < 0 or 0 < cap < 1 / float(np.finfo(p.dtype.accum).max):
+        raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap!r}")
+    if cap:
+        features.add("softcap")
+    bias_shape = p.bias_shape
+    if bias is not None:
+        found["bias"] = x = arrays.adopt("bias", bias)
+        if x.dtype not in (inputs.q.dtype, p.dtype.accum):
+            either = " or ".join(dict.fromkeys([str(inputs.q.dtype), str(p.dtype.accum)]))
+            raise TypeError(f"bias: expected dtype {either} for {p.dtype} inputs, got {x.dtype}")
+        bias_shape = _pair_shape("bias", x, p, inputs.device)
+        features.add("bias")
+    if mask is not None:
+        found["mask"] = x = arrays.adopt("mask", mask)
+        if x.dtype != np.bool_:
+            raise TypeError(
+                f"mask: expected dtype bool, True where a query sees a key, got {x.dtype}; "
+                "pass numbers that are added to the scores as bias"
+            )
+        _pair_shape("mask", x, p, inputs.device)
+        features.add("mask")
+    if alibi_slopes is not None:
+        found["slopes"] = x = arrays.adopt("alibi_slopes", alibi_slopes)
+        _per_head("alibi_slopes", x, p, inputs.device)
+        if x.shape not in ((p.heads_q,), (p.batch, p.heads_q)):
+            raise ValueError(
+                f"alibi_slopes: expected shape {(p.heads_q,)} or {(p.batch, p.heads_q)} "
+                f"(heads of q, or batch and heads), got {x.shape}"
+            )
+        features.add("alibi")
+    if sinks is not None:
+        found["sinks"] = x = arrays.adopt("sinks", sinks)
+        _per_head("sinks", x, p, inputs.device)
+        _shape("sinks", x.shape, (p.heads_q,), "the heads of q")
+        features.add("sinks")
+    probability = _number("dropout_p", dropout_p, p.dtype)
+    if not 0 <= probability <= 1:
+        raise ValueError(f"dropout_p: expected a probability from 0 to 1, got {dropout_p!r}")
+    number = 0
+    if probability:
+        number, x = _seed(seed, inputs.device)
+        if x is not None:
+            found["seed"] = x
+        features.add("dropout")
+    problem = p._replace(
+        softcap=cap,
+        dropout_p=probability,
+        seed=number,
+        bias_shape=bias_shape,
+        features=tuple(name for name in FEATURES if name in features or name in p.features),
+    )
+    return problem, inputs._replace(**found)
+
+
+def _pair_shape(name: str, x: View, p: Problem, device: int | None) -> tuple[int, int, int, int]:
+    """Return the shape with four axes of an array that belongs to pairs of a query and a key."""
+    _same_place(name, x, device)
+    full = (p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv)
+    shape = x.shape if x.ndim == 4 else (1, 1, *x.shape)
+    fits = x.ndim in (2, 4) and max(shape) < 2**31
+    for got, want in zip(shape[:2], full[:2], strict=False):
+        fits &= got in (1, want)
+    if p.is_packed:
+        fitting = "(queries, keys) or (entries, heads, queries, keys) of at least the longest entry"
+    else:
+        for got, want in zip(shape[2:], full[2:], strict=False):
+            fits &= got in (1, want)
+        fitting = f"one that broadcasts to {full[2:]} or {full} (batch, heads, queries, keys)"
+    if not fits:
+        raise ValueError(f"{name}: expected shape {fitting}, got {x.shape}")
+    return shape  # type: ignore[return-value]
+
+
+def _per_head(name: str, x: View, p: Problem, device: int | None) -> None:
+    if x.dtype != p.dtype.accum:
+        raise TypeError(
+            f"{name}: expected dtype {p.dtype.accum} for {p.dtype} inputs, got {x.dtype}"
+        )
+    _same_place(name, x, device)
+
+
+def _seed(seed: Any, device: int | None) -> tuple[int, View | None]:
+    """Return the seed in 64 bits, or the array on the device that holds it."""
+    if seed is None:
+        raise ValueError(
+            "seed: expected an int, or an array of one int64, when dropout_p > 0; pass the same "
+            "one to the backward call, and another one to each forward call"
+        )
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, (bool, np.bool_)):
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed: expected an integer of 64 bits, got {seed}")
+        return int(seed) % 2**64, None
+    try:
+        x = arrays.adopt("seed", seed)
+    except TypeError:
+        raise TypeError(
+            f"seed: expected an int or an array of one int64, got {type(seed).__name__}"
+        ) from None
+    if x.dtype not in (np.int64, np.uint64) or math.prod(x.shape) != 1:
+        raise TypeError(
+            f"seed: expected an int or an array of one int64, got an array of dtype {x.dtype} "
+            f"and shape {x.shape}"
+        )
+    if x.device is None:
+        return int(x.array.reshape(())) % 2**64, None
+    _same_place("seed", x, device)
+    return 0, x
+
+
+def read_packed(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    scale: Any,
+    causal: Any,
+    window: Any,
+    layout: Any,
+    *options: Any,
+) -> tuple[Problem, Arrays]:
+    """Check the arguments of a call with packed entries; `options` are those of read()."""
+    problem, inputs = _read_plain(q, k, v, scale, causal, window, layout)
+    if inputs.layout.batch is not None:
+        raise ValueError(
+            f"q: expected packed (total, heads, dim) or, with layout='bhsd', (heads, total, dim), "
+            f"got shape {inputs.q.shape}"
+        )
+    offsets = [arrays.adopt("cu_seqlens_q", cu_seqlens_q)]
+    offsets += [arrays.adopt("cu_seqlens_k", cu_seqlens_k)]
+    longest = []
+    totals = problem.seqlen_q, problem.seqlen_kv
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    for name, x, total in zip(names, offsets, totals, strict=True):
+        longest.append(_offsets(name, x, total, inputs.device))
+    entries = [x.shape[0] - 1 for x in offsets]
+    if entries[0] != entries[1]:
+        raise ValueError(
+            f"cu_seqlens_k: expected {entries[0] + 1} offsets, as cu_seqlens_q has, "
+            f"got {entries[1] + 1}"
+        )
+    for name, hint in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        _hint(name, hint)
+    features = ("packed",)
+    problem = problem._replace(batch=entries[0], features=features)
+    inputs = inputs._replace(cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[1])
+    problem, inputs = _read_options(problem, inputs, *options)
+    for name, x in (("bias", inputs.bias), ("mask", inputs.mask)):
+        for length, got in zip(longest, () if x is None else x.shape[-2:], strict=False):
+            if got != 1 and got < (1 if length is None else length):
+                raise ValueError(
+                    f"{name}: expected axes of length 1 or of at least the longest entry's "
+                    f"{length}, got shape {x and x.shape}"
+                )
+    return problem, inputs
+
+
+def _offsets(name: str, x: View, total: int, device: int | None) -> int | None:
+    """Check offsets; returns the longest entry, or None if they are on a device: not read."""
+    if x.dtype not in (np.int32, np.int64):
+        raise TypeError(f"{name}: expected dtype int32 or int64, got {x.dtype}")
+    if x.ndim != 1 or not 1 <= x.shape[0] <= _MAX_LENGTH:
+        raise ValueError(
+            f"{name}: expected one axis of (number of entries) + 1 offsets, got shape {x.shape}"
+        )
+    if x.device is not None:
+        _same_place(name, x, device)
+        return None
+    lengths = np.diff(x.array)
+    if x.array[0] < 0 or x.array[-1] > total or (lengths < 0).any():
+        raise ValueError(
+            f"{name}: expected offsets that grow from 0 to at most {total}, the rows there are, "
+            f"got {np.array2string(x.array, threshold=8)}"
+        )
+    return int(lengths.max(initial=0))
+
+
+def _hint(name: str, value: Any) -> None:
+    """Check a hint for the choice of kernels; no kernel here needs it."""
+    if value is None:
+        return
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer, np.ndarray)):
+        raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
+    try:
+        length = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int or None, got {value!r}") from None
+    if length < 0:
+        raise ValueError(f"{name}: expected a length, got {length}")
+
+
+def read_wanted(wrt: Any, problem: Problem) -> tuple[str, ...]:
+    """Return which gradients are wanted, of q, k, v, bias and sinks."""
+    there = ["q", "k", "v", *(name for name in ("bias", "sinks") if name in problem.features)]
+    if wrt is None:
+        return tuple(there)
+    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    for name in names:
+        if name not in there:
+            raise ValueError(f"wrt: expected some of {there}, the call's arrays, got {name!r}")
+    return names
+
+
 def read_backward(
     problem: Problem, inputs: Arrays, dout: Any, out: Any, lse: Any, dlse: Any
 ) -> Arrays:
@@ -189,7 +466,7 @@ def read_backward(
     if dlse is not None:
         dlse = arrays.adopt("dlse", dlse)
         _rows("dlse", dlse, rows, p.dtype, device)
-    return Arrays(axes, device, inputs.q, inputs.k, inputs.v, out, lse, dout, dlse)
+    return Arrays(*inputs[:5], out, lse, dout, dlse, *inputs[9:])
 
 
 class Destinations:
@@ -316,19 +593,20 @@ def _window(window: Any) -> tuple[int, int]:
 
 
 def _scale(scale: Any, head_dim: int, dtype: DType) -> float:
-    if scale is None:
-        return head_dim**-0.5
-    if isinstance(scale, np.ndarray) and scale.ndim == 0:
-        scale = scale[()]
-    real = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
-    if not real and not (isinstance(scale, np.generic) and lookup(scale.dtype)):
-        raise TypeError(
-            f"scale: expected a real number on the host or None, got {type(scale).__name__}"
-        )
+    return head_dim**-0.5 if scale is None else _number("scale", scale, dtype)
+
+
+def _number(name: str, x: Any, dtype: DType) -> float:
+    """Return a finite number of the host, as float."""
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        x = x[()]
+    real = isinstance(x, numbers.Real) and not isinstance(x, bool)
+    if not real and not (isinstance(x, np.generic) and lookup(x.dtype)):
+        raise TypeError(f"{name}: expected a real number on the host, got {type(x).__name__}")
     try:
-        value = float(scale)
+        value = float(x)
     except OverflowError:  # of int and Fraction
         value = math.inf
     if not abs(value) <= np.finfo(dtype.accum).max:
-        raise ValueError(f"scale: expected a finite number (of {dtype.accum}), got {value}")
+        raise ValueError(f"{name}: expected a finite number (of {dtype.accum}), got {value}")
     return value

@@ -38,14 +38,14 @@ def schedule(seed: int) -> Iterator[None]:
 
 def on(backend: Any, inputs: Inputs) -> Inputs:
     """Return the same call with arrays of a back end."""
-    move = lambda x: None if x is None else backend.array(x)
-    names = ("q", "k", "v", "dout", "dlse")
-    return Inputs(*(move(getattr(inputs, name)) for name in names), **inputs.options)
+    return inputs.moved(backend.array)
 
 
 def both(inputs: Inputs) -> tuple[Any, Any, cuflash.Gradients]:
-    """Return out, lse and the gradients of a call."""
-    i = inputs
-    out, lse = cuflash.attention(i.q, i.k, i.v, return_lse=True, **i.options)
-    grads = cuflash.attention_backward(i.dout, i.q, i.k, i.v, out, lse, dlse=i.dlse, **i.options)
+    """Return out, lse and the gradients of a call, packed or not."""
+    i, cu = inputs, inputs.cu_seqlens
+    forward = cuflash.attention_varlen if cu else cuflash.attention
+    backward = cuflash.attention_varlen_backward if cu else cuflash.attention_backward
+    out, lse = forward(i.q, i.k, i.v, *cu, return_lse=True, **i.options)
+    grads = backward(i.dout, i.q, i.k, i.v, out, lse, *cu, dlse=i.dlse, **i.options)
     return out, lse, grads

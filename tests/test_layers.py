@@ -89,18 +89,69 @@ def test_kernels_include_no_system_header() -> None:
 
 # --- struct Params -------------------------------------------------------------------------------
 
+#: The fields of each kind of array, as members and with what they are made of.
+_TENSOR = ("data", "stride_batch", "stride_seq", "stride_head", "stride_dim", "vectors")
+_ROWS = ("data", "stride_batch", "stride_head", "stride_seq")
+_PAIRS = (
+    *("data", "stride_batch", "stride_head", "stride_query", "stride_key"),
+    *("batch", "heads", "queries", "keys", "wide"),
+)
+_HEADS = ("data", "stride_batch", "stride_head")
+_OFFSETS = ("at", "stride", "wide")
+_KINDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _TENSOR),
+    **dict.fromkeys(("lse", "dlse", "delta"), _ROWS),
+    **dict.fromkeys(("bias", "dbias", "mask"), _PAIRS),
+    **dict.fromkeys(("slopes", "sinks", "dsinks"), _HEADS),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), _OFFSETS),
+}
+_SCALARS = {
+    **{"dbias_parts": 8192, "seed_at": 0, "seed": 77},
+    **{"scale": 0.375, "softcap": 2.5, "kept": 1 / (1 - 0.25), "batch": 3, "dropped": 2**30},
+    **{"heads_q": 14, "heads_kv": 7, "seqlen_q": 5, "seqlen_kv": 6, "head_dim": 8},
+    **{"head_dim_v": 12, "window_left": 9, "window_right": 10, "unused": 0},
+}
+_FLOATS = ("scale", "softcap", "kept")
+
+
+def _example() -> tuple[problem.Problem, params.Operands, dict[str, float]]:
+    """A call in which no two numbers of Params are the same by chance, and what they shall be."""
+    call = problem.Problem(
+        dtypes.DTYPES["float32"], 3, 14, 7, 5, 6, 8, 12, 0.375, 9, 10,
+        softcap=2.5, dropout_p=0.25, seed=77, bias_shape=(3, 1, 5, 6), features=("bias",),
+    )  # fmt: skip
+    want: dict[str, float] = dict(_SCALARS)
+    want["dbias_splits"], want["dbias_strides"] = plan.dbias_split(call)
+    given: dict[str, arrays.View] = {}
+    for i, (name, fields) in enumerate(_KINDS.items()):
+        if name == "delta":
+            want |= {"delta.data": 4096, "delta.stride_batch": 14 * 5}
+            want |= {"delta.stride_head": 5, "delta.stride_seq": 1}
+            continue
+        # Every array has strides of its own; every second one can be moved in vectors.
+        space = np.zeros((3, 5 + i, 7 + i, 8 if i % 2 else 7), np.float32)
+        if fields is _ROWS:
+            space = space[..., 0]
+        elif fields is _HEADS:
+            space = space[..., 0, 0]
+        elif fields is _OFFSETS:
+            space = np.zeros(40 + i, np.int64 if i % 2 else np.int32)[:: i + 2]
+        given[name] = x = arrays.view(space)
+        strides = [stride // x.itemsize for stride in x.strides]
+        numbers: list[float] = [x.address, *strides]
+        if fields is _TENSOR:
+            numbers += [int(x.shape[-1] == 8)]
+        elif fields is _PAIRS:
+            numbers += [*x.shape, 1]
+        elif fields is _OFFSETS:
+            numbers += [int(x.itemsize == 8)]
+        want |= {f"{name}.{field}": n for field, n in zip(fields, numbers, strict=True)}
+    return call, params.Operands(**given, delta=4096, dbias_parts=8192), want  # type: ignore[arg-type]
+
 
 def test_params_are_packed_where_kernels_read_them(tmp_path: Path) -> None:
     """The compiler says where each field lies; there must be the value that belongs to it."""
-    names = params.Operands._fields
-    tensors, rows = names[:8], names[8:]
-    scalars = problem.Problem._fields[1:]
-    tensor_fields = ["data", "stride_batch", "stride_seq", "stride_head", "stride_dim", "vectors"]
-    row_fields = ["data", "stride_batch", "stride_head", "stride_seq"]
-    paths = [f"{name}.{field}" for name in tensors for field in tensor_fields]
-    paths += [f"{name}.{field}" for name in rows for field in row_fields]
-    paths += scalars
-
+    call, operands, want = _example()
     text = '#include "host/cuda.h"\n#include "parts/types.cuh"\n'
     text += f"namespace plan {{ constexpr int kParamsBytes = {plan.PARAMS_BYTES}; }}\n"
     text += '#include "attention/params.cuh"\n'
@@ -108,40 +159,30 @@ def test_params_are_packed_where_kernels_read_them(tmp_path: Path) -> None:
         ("offset", "offsetof(Params, {})"),
         ("bytes", "sizeof(static_cast<Params*>(nullptr)->{})"),
     ]:
-        values = ", ".join(code.format(path) for path in paths)
+        values = ", ".join(code.format(path) for path in want)
         text += f'extern "C" __attribute__((visibility("default"))) const size_t {name}[]'
         text += f" = {{{values}}};\n"
     library = tmp_path / "params.so"
     includes = [source.KERNEL_ROOT / folder for folder in source.HOST_INCLUDES]
     host.compile_library(host.find_compiler(), text, includes, library, kernel=True)
-    table = ctypes.c_size_t * len(paths)
+    table = ctypes.c_size_t * len(want)
     offsets, sizes = (table.in_dll(ctypes.CDLL(str(library)), n) for n in ("offset", "bytes"))
 
-    call = problem.Problem(dtypes.DTYPES["float32"], 3, 14, 7, 5, 6, 8, 12, 0.375, 9, 10)
-    layout = problem.Layout(0, 1, 2, 3)
-    # Every array has strides of its own; every second one can be moved in vectors.
-    given: dict[str, arrays.View] = {}
-    for i, name in enumerate(names[:-1]):
-        last = 8 if i % 2 else 7
-        space = np.zeros((3, 5 + i, 7 + i, last), np.float32)
-        given[name] = arrays.view(space if name in tensors else space[..., 0])
     packed = bytearray(plan.PARAMS_BYTES)
-    params.pack(packed, call, layout, params.Operands(**given, delta=4096))  # type: ignore[arg-type]
-
-    want: dict[str, float] = dict(zip(scalars, call[1:], strict=True))
-    want |= {"delta.data": 4096, "delta.stride_batch": 14 * 5}
-    want |= {"delta.stride_head": 5, "delta.stride_seq": 1}
-    for name, x in given.items():
-        want[f"{name}.data"] = x.address
-        order = ["batch", "seq", "head", "dim"] if name in tensors else ["batch", "head", "seq"]
-        for axis, stride in zip(order, x.strides, strict=True):
-            want[f"{name}.stride_{axis}"] = stride // 4
-        if name in tensors:
-            want[f"{name}.vectors"] = int(x.shape[-1] == 8)
-    for path, offset, size in zip(paths, offsets, sizes, strict=True):
-        kind = "f8" if path == "scale" else f"i{size}"
-        assert np.frombuffer(packed, kind, 1, offset)[0] == want[path], path
+    params.pack(packed, call, problem.Layout(0, 1, 2, 3), operands)
+    for (path, number), offset, size in zip(want.items(), offsets, sizes, strict=True):
+        kind = "f8" if path in _FLOATS else f"{'u' if path == 'dropped' else 'i'}{size}"
+        assert np.frombuffer(packed, kind, 1, offset)[0] == number, path
     assert sum(sizes) == plan.PARAMS_BYTES  # no field is left out
+
+
+def test_packed_calls_have_no_batch_stride() -> None:
+    call, operands, _ = _example()
+    call = call._replace(features=("packed",))
+    packed = bytearray(plan.PARAMS_BYTES)
+    params.pack(packed, call, problem.Layout(None, 0, 1, 2), operands)
+    delta = packed.index((4096).to_bytes(8, "little"))
+    assert np.frombuffer(packed, "i8", 3, delta + 8).tolist() == [0, 5, 1]
 
 
 def test_constants_agree() -> None:

@@ -256,9 +256,15 @@ BACKWARD_ERRORS = [
     ({"layout": "no"}, ValueError, "layout: ", "'bshd' or 'bhsd'", "got 'no'"),
     ({"causal": 1}, TypeError, "causal: ", FLAG, "got 1"),
     # out
-    ({"out": OUT}, TypeError, "out: ", "expected (dq, dk, dv)", "got ndarray"),
-    ({"out": (None, None)}, TypeError, "out: ", "expected (dq, dk, dv)", "got tuple"),
-    ({"out": "qkv"}, TypeError, "out: ", "expected (dq, dk, dv)", "got str"),
+    ({"out": OUT}, TypeError, "out: ", "expected (dq, dk, dv[, dbias[, dsinks]])", "got ndarray"),
+    (
+        {"out": (None, None)},
+        TypeError,
+        "out: ",
+        "expected (dq, dk, dv[, dbias[, dsinks]])",
+        "got tuple",
+    ),
+    ({"out": "qkv"}, TypeError, "out: ", "expected (dq, dk, dv[, dbias[, dsinks]])", "got str"),
     ({"out": (1.0, None, None)}, TypeError, "dq of out: ", KINDS, "got float"),
     (
         {"out": (None, A((2, 5, 2, 8), "float16"), None)},
@@ -561,7 +567,8 @@ def test_zero_sizes_are_sizes(backend: Backend, empty: int) -> None:
 )
 def test_windows(backend: Backend, window: Any, want: tuple[int, int]) -> None:
     left, right = want
-    assert read(backend, window=window)[-2:] == want
+    got = read(backend, window=window)
+    assert (got.window_left, got.window_right) == want
     for causal in (True, np.True_):
         assert read(backend, window=window, causal=causal)[-2:] == (left, 0)
     assert read(backend, window=window, causal=np.False_)[-2:] == (left, right)

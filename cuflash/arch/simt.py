@@ -8,12 +8,21 @@ where two would do; see docs/measured.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..device import Device
 from ..dtypes import DTYPES, DType
-from ..plan import BackwardDkdvSimt, BackwardDqSimt, Delta, ForwardSimt, KernelPlan
-from ..problem import Traits
+from ..plan import (
+    BackwardDbiasSimt,
+    BackwardDkdvSimt,
+    BackwardDqSimt,
+    Delta,
+    Dsinks,
+    ForwardSimt,
+    KernelPlan,
+    SumParts,
+)
+from ..problem import FEATURES, Traits
 
 __all__ = ["Simt"]
 
@@ -29,6 +38,7 @@ class _Tile(NamedTuple):
     chunk: int
     blocks_per_sm: int
     unroll: int
+    options: int = len(FEATURES)  # how many it has registers for; with more, the next row is taken
 
 
 # By bytes of an accumulator. Where several rows serve a head size, the first that fits is taken,
@@ -46,10 +56,10 @@ _FORWARD = {
     8: (
         _Tile(16, 32, 64, 8, 16, 16, 3, 2),
         _Tile(32, 32, 64, 8, 16, 32, 2, 2),
-        _Tile(64, 64, 64, 16, 8, 64, 1, 2),
+        _Tile(64, 64, 64, 16, 8, 64, 1, 2, options=0),
         _Tile(64, 32, 32, 8, 16, 32, 2, 2),
         _Tile(96, 64, 32, 16, 8, 32, 1, 2),
-        _Tile(128, 64, 32, 16, 8, 64, 1, 2),
+        _Tile(128, 64, 32, 16, 8, 64, 1, 2, options=0),
         _Tile(128, 32, 32, 16, 16, 32, 1, 2),
         _Tile(256, 32, 32, 16, 16, 32, 1, 2),
         _Tile(512, 16, 32, 16, 16, 32, 1, 2),
@@ -62,7 +72,7 @@ _BACKWARD_DQ = {
         _Tile(64, 64, 64, 16, 8, 64, 3, 1),
         _Tile(64, 64, 32, 16, 16, 32, 1, 2),
         _Tile(96, 64, 64, 16, 16, 32, 1, 2),
-        _Tile(128, 128, 64, 16, 16, 128, 1, 4),
+        _Tile(128, 128, 64, 16, 16, 128, 1, 4, options=1),
         _Tile(128, 64, 64, 16, 16, 64, 1, 2),
         _Tile(128, 64, 32, 16, 16, 32, 1, 2),
         _Tile(256, 64, 32, 16, 16, 64, 1, 2),
@@ -71,10 +81,10 @@ _BACKWARD_DQ = {
     8: (
         _Tile(16, 32, 32, 8, 16, 16, 2, 2),
         _Tile(32, 32, 32, 8, 16, 32, 2, 2),
-        _Tile(64, 64, 32, 16, 8, 64, 1, 2),
+        _Tile(64, 64, 32, 16, 8, 64, 1, 2, options=1),
         _Tile(64, 32, 32, 16, 16, 32, 1, 2),
         _Tile(96, 64, 32, 16, 16, 32, 1, 2),
-        _Tile(128, 64, 64, 16, 16, 64, 1, 4),
+        _Tile(128, 64, 64, 16, 16, 64, 1, 2, options=0),
         _Tile(128, 32, 32, 16, 16, 32, 1, 2),
         _Tile(256, 32, 32, 16, 16, 32, 1, 2),
         _Tile(512, 16, 32, 16, 16, 32, 1, 2),
@@ -86,7 +96,7 @@ _BACKWARD_DKDV = {
         _Tile(32, 64, 64, 16, 16, 32, 1, 2),
         _Tile(64, 32, 64, 8, 16, 64, 3, 1),
         _Tile(96, 64, 64, 16, 16, 32, 1, 2),
-        _Tile(128, 128, 64, 16, 16, 128, 1, 4),
+        _Tile(128, 128, 64, 16, 16, 128, 1, 4, options=1),
         _Tile(128, 32, 64, 16, 16, 32, 1, 2),
         _Tile(256, 32, 32, 16, 16, 64, 1, 2),
         _Tile(512, 32, 16, 16, 16, 64, 1, 2),
@@ -94,15 +104,27 @@ _BACKWARD_DKDV = {
     8: (
         _Tile(16, 32, 32, 8, 16, 16, 2, 2),
         _Tile(32, 32, 32, 8, 16, 32, 2, 2),
-        _Tile(64, 64, 32, 8, 16, 64, 1, 2),
+        _Tile(64, 64, 32, 8, 16, 64, 1, 2, options=1),
         _Tile(64, 32, 32, 16, 16, 32, 1, 2),
         _Tile(96, 32, 32, 16, 16, 32, 1, 2),
-        _Tile(128, 32, 64, 16, 16, 128, 1, 2),
+        _Tile(128, 32, 64, 16, 16, 128, 1, 2, options=1),
         _Tile(128, 32, 32, 16, 16, 32, 1, 2),
         _Tile(256, 32, 16, 16, 16, 32, 1, 2),
         _Tile(512, 32, 16, 16, 16, 16, 1, 2),
     ),
 }
+
+# Any head size passes by in chunks.
+_BACKWARD_DBIAS = {4: _Tile(512, 64, 64, 16, 16, 32, 1, 2), 8: _Tile(512, 32, 32, 16, 16, 32, 1, 2)}
+
+#: Sets of options that kernels are compiled for, the quickest first. A call gets the first that has
+#: all of its options; what a call does not use costs little at run time, but it costs registers.
+FEATURE_SETS = (
+    frozenset[str](),
+    frozenset({"packed"}),
+    frozenset({"bias"}),
+    frozenset(FEATURES),
+)
 
 #: Padded head sizes; every size in between runs as the next one.
 _PADDED = (16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -123,11 +145,24 @@ class Simt:
 
     def backward(self, traits: Traits) -> list[list[KernelPlan]]:
         """Return the candidates for each kernel of the backward, best first."""
-        return [
-            [Delta(traits.dtype.name)],
+        dtype = traits.dtype
+        kernels = [
+            [Delta(dtype.name)],
             _candidates(_BACKWARD_DQ, backward_dq, traits),
             _candidates(_BACKWARD_DKDV, backward_dkdv, traits),
         ]
+        if "bias" in traits.features:
+            tile = _BACKWARD_DBIAS[dtype.accum.itemsize]
+            shape = _shape(dtype, tile, compiled_for(traits.features))
+            kernels += [[BackwardDbiasSimt(**shape)], [SumParts(dtype.name)]]
+        if "sinks" in traits.features:
+            kernels += [[Dsinks(dtype.name)]]
+        return kernels
+
+
+def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
+    """Return the set of options whose kernels serve a call with these ones."""
+    return next(options for options in FEATURE_SETS if options.issuperset(features))
 
 
 def _candidates(
@@ -137,10 +172,11 @@ def _candidates(
     rows = table[traits.dtype.accum.itemsize]
     need = max(traits.head_dim, traits.head_dim_v)
     size = min(row.head_dim for row in rows if row.head_dim >= need)
+    options = compiled_for(traits.features)
     return [
-        make(traits.dtype, row, traits.head_dim, traits.head_dim_v, resident)
+        make(traits.dtype, row, traits.head_dim, traits.head_dim_v, resident, options)
         for row in rows
-        if row.head_dim == size
+        if row.head_dim == size and len(options) <= row.options
         for resident in (True, False)
     ]
 
@@ -151,60 +187,70 @@ def chunks_of(head_dim: int, chunk: int) -> int:
     return -(-padded // chunk)
 
 
-def forward(
-    dtype: DType, tile: _Tile, head_dim: int, head_dim_v: int, resident: bool
-) -> ForwardSimt:
-    """Return the forward plan of a tile shape."""
-    return ForwardSimt(
+def _shape(dtype: DType, tile: _Tile, options: frozenset[str]) -> dict[str, Any]:
+    """Return the fields that every tiled kernel has."""
+    return dict(
         dtype=dtype.name,
         tile_q=tile.tile_q,
         tile_kv=tile.tile_kv,
         threads_y=tile.threads_y,
         threads_x=tile.threads_x,
         chunk=tile.chunk,
+        # Options take registers, so fewer blocks share a multiprocessor.
+        blocks_per_sm=max(tile.blocks_per_sm - 1, 1) if options else tile.blocks_per_sm,
+        unroll=tile.unroll,
+        **dict.fromkeys(options, True),
+    )
+
+
+def forward(
+    dtype: DType,
+    tile: _Tile,
+    head_dim: int,
+    head_dim_v: int,
+    resident: bool,
+    options: frozenset[str] = frozenset(),
+) -> ForwardSimt:
+    """Return the forward plan of a tile shape."""
+    return ForwardSimt(
+        **_shape(dtype, tile, options),
         chunks=chunks_of(head_dim_v, tile.chunk),
         resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
-        blocks_per_sm=tile.blocks_per_sm,
-        unroll=tile.unroll,
     )
 
 
 def backward_dq(
-    dtype: DType, tile: _Tile, head_dim: int, head_dim_v: int, resident: bool
+    dtype: DType,
+    tile: _Tile,
+    head_dim: int,
+    head_dim_v: int,
+    resident: bool,
+    options: frozenset[str] = frozenset(),
 ) -> BackwardDqSimt:
     """Return the plan of a tile shape for the gradient of q."""
     return BackwardDqSimt(
-        dtype=dtype.name,
-        tile_q=tile.tile_q,
-        tile_kv=tile.tile_kv,
-        threads_y=tile.threads_y,
-        threads_x=tile.threads_x,
-        chunk=tile.chunk,
+        **_shape(dtype, tile, options),
         chunks=chunks_of(head_dim, tile.chunk),
         resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
         resident_chunks_v=chunks_of(head_dim_v, tile.chunk) if resident else 0,
-        blocks_per_sm=tile.blocks_per_sm,
-        unroll=tile.unroll,
     )
 
 
 def backward_dkdv(
-    dtype: DType, tile: _Tile, head_dim: int, head_dim_v: int, resident: bool
+    dtype: DType,
+    tile: _Tile,
+    head_dim: int,
+    head_dim_v: int,
+    resident: bool,
+    options: frozenset[str] = frozenset(),
 ) -> BackwardDkdvSimt:
     """Return the plan of a tile shape for the gradients of k and v."""
     return BackwardDkdvSimt(
-        dtype=dtype.name,
-        tile_q=tile.tile_q,
-        tile_kv=tile.tile_kv,
-        threads_y=tile.threads_y,
-        threads_x=tile.threads_x,
-        chunk=tile.chunk,
+        **_shape(dtype, tile, options),
         chunks=chunks_of(head_dim, tile.chunk),
         chunks_v=chunks_of(head_dim_v, tile.chunk),
         resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
         resident_chunks_v=chunks_of(head_dim_v, tile.chunk) if resident else 0,
-        blocks_per_sm=tile.blocks_per_sm,
-        unroll=tile.unroll,
     )
 
 

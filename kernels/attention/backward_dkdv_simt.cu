@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of k and v without tensor cores, for every element type and head size, on any GPU.
 //
-//     dk[j] = scale * sum_i dscore[i][j] q[i],   dv[j] = sum_i P[i][j] dout[i],
-//     dscore[i][j] = P[i][j] (dP[i][j] - delta[i] + dlse[i]),   dP[i][j] = <dout[i], v[j]>
+//     dk[j] = scale * sum_i dscore[i][j] slope[i][j] q[i],   dv[j] = sum_i P[i][j] dout[i],
+//     dscore[i][j] = P[i][j] (dP[i][j] - delta[i] + dlse[i]),   dP[i][j] = <dout[i], v[j]>,
+//     score and its slope: parts/score.cuh
 //
 // A block computes kTileKv rows of one key head. It walks the query heads of the group and, in
 // each, the query tiles that see these keys, so that the sum over a group happens in registers and
@@ -16,8 +17,8 @@
 #include "attention/params.cuh"
 #include "hw/memory.cuh"
 #include "parts/gradient.cuh"
-#include "parts/mask.cuh"
 #include "parts/operand.cuh"
+#include "parts/score.cuh"
 #include "parts/softmax.cuh"
 #include "parts/tile.cuh"
 #include "parts/work.cuh"
@@ -44,15 +45,15 @@ struct Visit {
 
 __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& work, Smem& smem) {
     const Lane lane = tile::this_lane();
-    const Band band = Band::of(p);
+    const Entry& entry = work.entry;
+    const Band band = Band::of(p, entry);
     const int32 group = p.heads_q / p.heads_kv;
-    const Matrix k = matrix(p.k, work.batch, work.head, p.seqlen_kv, p.head_dim);
-    const Matrix v = matrix(p.v, work.batch, work.head, p.seqlen_kv, p.head_dim_v);
+    const Matrix k = key_matrix(p.k, entry, work.head, p.head_dim);
+    const Matrix v = key_matrix(p.v, entry, work.head, p.head_dim_v);
     const int32 first_key = work.tile * plan::kTileKv;
     const int32 k_chunks = ceil_div(p.head_dim, plan::kChunk);
     const int32 v_chunks = ceil_div(p.head_dim_v, plan::kChunk);
     const TileRange queries = band.query_tiles(first_key, plan::kTileKv, plan::kTileQ);
-    const Accum scale = static_cast<Accum>(p.scale);
 
     Accum dk[plan::kChunks][kRowsPerLane][kColsPerLane];
     Accum dv[plan::kChunksV][kRowsPerLane][kColsPerLane];
@@ -75,11 +76,12 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
 
     for (Visit visit = start; visit.head < end_head; visit = next(visit)) {
         const int32 first_query = visit.query_tile * plan::kTileQ;
-        const Matrix q = matrix(p.q, work.batch, visit.head, p.seqlen_q, p.head_dim);
-        const Matrix dout = matrix(p.dout, work.batch, visit.head, p.seqlen_q, p.head_dim_v);
-        const bool full = band.full(first_query, plan::kTileQ, first_key, plan::kTileKv);
+        const Scores score = Scores::of(p, entry, visit.head);
+        const Matrix q = query_matrix(p.q, entry, visit.head, p.head_dim);
+        const Matrix dout = query_matrix(p.dout, entry, visit.head, p.head_dim_v);
+        const bool hides = score.hides(first_query, plan::kTileQ, first_key, plan::kTileKv);
         auto visible = [&](int row, int query) {
-            return band.visible(first_query + query, first_key + row);
+            return score.visible(first_query + query, first_key + row);
         };
 
         Accum probabilities[kRowsPerLane][kQueriesPerLane], dscores[kRowsPerLane][kQueriesPerLane];
@@ -95,23 +97,28 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
 #pragma unroll 1
         for (int32 c = 0; c < v_chunks; ++c) {
             if (!kResident) tile::stage(smem.v[0], v, first_key, c * plan::kChunk, false);
-            careful = tile::stage(smem.chunk, dout, first_query, c * plan::kChunk, /*look=*/!full);
+            careful = tile::stage(smem.chunk, dout, first_query, c * plan::kChunk, /*look=*/hides);
             tile::add_a_bt(dscores, smem.v[kResident ? c : 0], smem.chunk, lane);
         }
 
 #pragma unroll
         for (int j = 0; j < kQueriesPerLane; ++j) {
             const int col = lane.x + j * plan::kThreadsX;
-            const RowGradient query =
-                RowGradient::load(p, work.batch, visit.head, first_query + col);
+            const int32 query = first_query + col;
+            const RowGradient gradient = RowGradient::load(p, entry, visit.head, query);
+            const Scores::Row row_scores = score.row(query);
 #pragma unroll
             for (int i = 0; i < kRowsPerLane; ++i) {
                 const int row = lane.y + i * plan::kThreadsY;
-                const bool seen = full || visible(row, col);
-                const Accum score = softmax::scaled(scale, probabilities[i][j]);
-                const Accum probability = query.probability(score);
-                smem.factor.at[row][col] = seen ? probability : Accum(0);
-                dscores[i][j] = seen ? query.dscore(probability, dscores[i][j]) : Accum(0);
+                const int32 key = first_key + row;
+                const Score x = score.at(probabilities[i][j], query, key, hides);
+                const Accum probability = gradient.probability(x.value);
+                const Accum dprobability =
+                    score.survives(dscores[i][j], row_scores, key) * score.kept_factor();
+                const Accum dscore = gradient.dscore(probability, dprobability);
+                const Accum weight = score.survives(probability, row_scores, key);
+                smem.factor.at[row][col] = x.seen ? weight : Accum(0);
+                dscores[i][j] = x.seen ? dscore * x.slope : Accum(0);
             }
         }
         __syncwarp();  // a row of smem.factor is written and read by the lanes of one warp
@@ -120,7 +127,7 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
         for (int c = plan::kChunksV - 1; c >= 0; --c) {
             if (c >= v_chunks) continue;
             if (c < v_chunks - 1) {
-                careful = tile::stage(smem.chunk, dout, first_query, c * plan::kChunk, !full);
+                careful = tile::stage(smem.chunk, dout, first_query, c * plan::kChunk, hides);
             }
             if (careful) {
                 tile::add_a_b_where(dv[c], smem.factor, smem.chunk, lane, visible);
@@ -140,7 +147,7 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
 #pragma unroll
         for (int c = 0; c < plan::kChunks; ++c) {
             if (c >= k_chunks) break;
-            if (tile::stage(smem.chunk, q, first_query, c * plan::kChunk, !full)) {
+            if (tile::stage(smem.chunk, q, first_query, c * plan::kChunk, hides)) {
                 tile::add_a_b_where(dk[c], smem.factor, smem.chunk, lane, visible);
             } else {
                 tile::add_a_b(dk[c], smem.factor, smem.chunk, lane);
@@ -148,29 +155,29 @@ __device__ __forceinline__ void backward_dkdv_tile(const Params& p, const Work& 
         }
     }
 
-    Accum one[kRowsPerLane], scaling[kRowsPerLane];
+    const Scores any = Scores::of(p, entry, 0);
+    Accum kept[kRowsPerLane], scale[kRowsPerLane];
 #pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) one[i] = 1, scaling[i] = scale;
-    const Matrix to_dk = matrix(p.dk, work.batch, work.head, p.seqlen_kv, p.head_dim);
-    const Matrix to_dv = matrix(p.dv, work.batch, work.head, p.seqlen_kv, p.head_dim_v);
+    for (int i = 0; i < kRowsPerLane; ++i) kept[i] = any.kept_factor(), scale[i] = any.scale;
+    const Matrix to_dk = key_matrix(p.dk, entry, work.head, p.head_dim);
+    const Matrix to_dv = key_matrix(p.dv, entry, work.head, p.head_dim_v);
 #pragma unroll
     for (int c = 0; c < plan::kChunks; ++c) {
-        tile::write<plan::kChunk>(to_dk, dk[c], scaling, first_key, c * plan::kChunk, lane);
+        tile::write<plan::kChunk>(to_dk, dk[c], scale, first_key, c * plan::kChunk, lane);
     }
 #pragma unroll
     for (int c = 0; c < plan::kChunksV; ++c) {
-        tile::write<plan::kChunk>(to_dv, dv[c], one, first_key, c * plan::kChunk, lane);
+        tile::write<plan::kChunk>(to_dv, dv[c], kept, first_key, c * plan::kChunk, lane);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
     backward_dkdv_simt(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
-    const int32 tiles = ceil_div(p.seqlen_kv, plan::kTileKv);
-    const int64 parts = p.batch * p.heads_kv * tiles;
+    const int64 parts = work_parts<Keys, plan::kTileKv>(p);
     for (int64 index = blockIdx.x; index < parts; index += gridDim.x) {
         if (index != blockIdx.x) __syncthreads();  // all have finished the previous part
-        // Causal: the first keys are seen by most rows, and they go first as they stand.
-        backward_dkdv_tile(p, work_at(index, p.heads_kv, tiles), smem);
+        Work work;
+        if (work_at<Keys, plan::kTileKv>(p, index, work)) backward_dkdv_tile(p, work, smem);
     }
 }

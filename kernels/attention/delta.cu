@@ -36,16 +36,16 @@ __device__ __forceinline__ Accum dot(const Matrix& a, const Matrix& b, int32 row
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads)
     delta(const __grid_constant__ Params p) {
-    const int64 rows = p.batch * p.heads_q * p.seqlen_q;
+    const int64 rows = array_batch(p) * p.heads_q * p.seqlen_q;
     const int64 step = static_cast<int64>(gridDim.x) * plan::kThreads;
     for (int64 index = static_cast<int64>(blockIdx.x) * plan::kThreads + threadIdx.x; index < rows;
          index += step) {
         const int32 row = static_cast<int32>(index % p.seqlen_q);
         const int64 slice = index / p.seqlen_q;
         const int32 head = static_cast<int32>(slice % p.heads_q);
-        const int64 batch = slice / p.heads_q;
-        const Matrix out = matrix(p.out, batch, head, p.seqlen_q, p.head_dim_v);
-        const Matrix dout = matrix(p.dout, batch, head, p.seqlen_q, p.head_dim_v);
-        hw::store(vector(p.delta, batch, head).at(row), dot(dout, out, row));
+        const Entry entry = all_rows(p, slice / p.heads_q);
+        const Matrix out = query_matrix(p.out, entry, head, p.head_dim_v);
+        const Matrix dout = query_matrix(p.dout, entry, head, p.head_dim_v);
+        hw::store(vector(p.delta, entry, head).at(row), dot(dout, out, row));
     }
 }

@@ -219,6 +219,9 @@ inline unsigned int __float_as_uint(float x) { return host::bits_as<unsigned int
 inline double __longlong_as_double(long long x) { return host::bits_as<double>(x); }
 inline long long __double_as_longlong(double x) { return host::bits_as<long long>(x); }
 
+inline unsigned int __umulhi(unsigned int a, unsigned int b) {
+    return static_cast<unsigned int>(static_cast<unsigned long long>(a) * b >> 32);
+}
 inline int __popc(unsigned int x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

@@ -17,17 +17,15 @@ struct RowGradient {
     }
 
     __device__ static __forceinline__ RowGradient load(const Params& p,
-                                                       int64 batch,
+                                                       const Entry& entry,
                                                        int32 head,
                                                        int32 row) {
-        if (row >= p.seqlen_q) return none();
-        const Accum lse = hw::load(vector(p.lse, batch, head).at(row));
-        const Accum delta = hw::load(vector(p.delta, batch, head).at(row));
-        if (lse == -softmax::infinity<Accum>()) {
-            return {softmax::infinity<Accum>(), delta, Accum(0)};
-        }
+        if (row >= entry.seqlen_q) return none();
+        const Accum lse = hw::load(vector(p.lse, entry, head).at(row));
+        if (lse == -softmax::infinity<Accum>()) return none();
+        const Accum delta = hw::load(vector(p.delta, entry, head).at(row));
         Accum dlse = 0;
-        if (p.dlse.data) dlse = hw::load(vector(p.dlse, batch, head).at(row));
+        if (p.dlse.data) dlse = hw::load(vector(p.dlse, entry, head).at(row));
         return {lse, delta, dlse};
     }
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which (query, key) pairs are visible, and which tiles hold any of them.
+// Which (query, key) pairs are visible by their position, and which tiles hold any of them.
 //
 // Causal order and windows are one thing, a band along the diagonal that ends at the bottom right:
 // query i stands at position i + seqlen_kv - seqlen_q, and sees key j iff
 //     first_diagonal <= j - i <= last_diagonal.
 // Tiles outside the band are never visited; tiles inside it are computed without a compare.
 #pragma once
-#include "attention/params.cuh"
+#include "parts/work.cuh"
 
 struct TileRange {
     int32 first, last;  // [first, last)
@@ -16,18 +16,18 @@ struct Band {
     int32 first_diagonal, last_diagonal;
     int32 seqlen_q, seqlen_kv;
 
-    __device__ static Band of(const Params& p) {
+    __device__ static Band of(const Params& p, const Entry& entry) {
         // An open side is a diagonal beyond the corner. Lengths are below 2^30, so that every sum
         // of a diagonal and an index fits 32 bits; the window itself may be anything.
-        const int64 offset = p.seqlen_kv - p.seqlen_q;
+        const int64 offset = entry.seqlen_kv - entry.seqlen_q;
         const int64 first = offset - p.window_left, last = offset + p.window_right;
         Band band;
-        band.seqlen_q = p.seqlen_q;
-        band.seqlen_kv = p.seqlen_kv;
-        band.first_diagonal =
-            static_cast<int32>(p.window_left == kOpen || first < -p.seqlen_q ? -p.seqlen_q : first);
-        band.last_diagonal =
-            static_cast<int32>(p.window_right == kOpen || last > p.seqlen_kv ? p.seqlen_kv : last);
+        band.seqlen_q = entry.seqlen_q;
+        band.seqlen_kv = entry.seqlen_kv;
+        band.first_diagonal = static_cast<int32>(
+            p.window_left == kOpen || first < -entry.seqlen_q ? -entry.seqlen_q : first);
+        band.last_diagonal = static_cast<int32>(
+            p.window_right == kOpen || last > entry.seqlen_kv ? entry.seqlen_kv : last);
         return band;
     }
 

@@ -11,6 +11,8 @@ __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
+__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
 // Both ignore a NaN; it comes back through the exponential and the sum.
 __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
 __device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
@@ -36,6 +38,13 @@ struct Row {
     Accum maximum, sum;
 
     __device__ static __forceinline__ Row empty() { return {-infinity<Accum>(), Accum(0)}; }
+
+    // A row whose denominator begins with exp(sink); one of its lanes counts it.
+    __device__ static __forceinline__ Row with_sink(Accum sink, bool counts) {
+        Row row = {sink, Accum(0)};
+        if (counts) row.sum = exponential(sink - row.reference());
+        return row;
+    }
 
     // What exponents are taken relative to. Without this, a row that has seen no key, or an
     // infinite score, would meet inf - inf.

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradient of the sinks:
+//
+//     dsinks[h] = sum over b and i of exp(sink[h] - lse[b][h][i]) * (dlse[b][h][i] - delta[b][h][i])
+//
+// A block sums one head: each thread the rows that are kThreads apart, then all threads by halves,
+// always in the same order. A row with lse = -inf has no sink in it (all its scores, and the sink,
+// are -inf, or it belongs to no entry) and counts nothing.
+#include "attention/params.cuh"
+#include "hw/memory.cuh"
+#include "parts/operand.cuh"
+#include "parts/softmax.cuh"
+
+struct Smem {
+    Accum sum[plan::kThreads];
+};
+static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
+
+extern "C" __global__ void __launch_bounds__(plan::kThreads)
+    dsinks(const __grid_constant__ Params p) {
+    Smem& smem = hw::shared_memory<Smem>();
+    const int thread = threadIdx.x;
+    for (int32 head = blockIdx.x; head < p.heads_q; head += gridDim.x) {
+        const Accum sink = hw::load(head_value(p.sinks, 0, head));
+        Accum sum = 0;
+        const int64 rows = array_batch(p) * p.seqlen_q;
+        for (int64 index = thread; index < rows; index += plan::kThreads) {
+            const Entry entry = all_rows(p, index / p.seqlen_q);
+            const int32 row = static_cast<int32>(index % p.seqlen_q);
+            const Accum lse = hw::load(vector(p.lse, entry, head).at(row));
+            if (lse == -softmax::infinity<Accum>()) continue;
+            Accum gradient = -hw::load(vector(p.delta, entry, head).at(row));
+            if (p.dlse.data) gradient += hw::load(vector(p.dlse, entry, head).at(row));
+            sum += softmax::exponential(sink - lse) * gradient;
+        }
+        smem.sum[thread] = sum;
+        for (int half = plan::kThreads / 2; half > 0; half /= 2) {
+            __syncthreads();
+            if (thread < half) smem.sum[thread] += smem.sum[thread + half];
+        }
+        if (thread == 0) hw::store(head_value(p.dsinks, 0, head), smem.sum[0]);
+        __syncthreads();
+    }
+}
