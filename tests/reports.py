@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordinary calls with one thing changed, run into memory full of NaN."""
+"""Ordinary calls with some things changed, run into memory full of NaN."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -66,14 +67,30 @@ def changed(inputs: Inputs, change: Callable[[np.ndarray], np.ndarray], *names: 
     return dataclasses.replace(inputs, **{n: change(getattr(inputs, n)) for n in names or ARRAYS})
 
 
+def packed(
+    offsets: tuple[Iterable[int], Iterable[int]], *, slack: int = 0, index: str = "i4", **sizes: Any
+) -> Inputs:
+    """Return a call on entries with these offsets of queries and keys, before some spare rows."""
+    cu_q, cu_k = (np.array(list(x), index) for x in offsets)
+    lengths = int(cu_q[-1]) + slack, int(cu_k[-1]) + slack
+    inputs = changed(call(lengths, **sizes), lambda x: x[0])
+    return dataclasses.replace(inputs, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
 class Results(NamedTuple):
-    """Host arrays; without a dout there are no gradients."""
+    """Host arrays, or None; without a dout there are no gradients."""
 
     out: np.ndarray
     lse: np.ndarray
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    dsinks: Any = None
+
+    @property
+    def grads(self) -> cuflash.Gradients:
+        return cuflash.Gradients(*self[2:])
 
 
 def to_host(backend: Backend, x: Any) -> np.ndarray:
@@ -95,18 +112,28 @@ def run(
     fresh = lambda shape, dtype: backend.array(np.full(shape, old, dtype))
     place = place or fresh
     to_out = place((*i.q.shape[:-1], i.v.shape[-1]), inputs.dtype), place(rows, accum)
-    out, lse = cuflash.attention(i.q, i.k, i.v, return_lse=True, out=to_out, **i.options)
+    forward = cuflash.attention_varlen if i.cu_seqlens else cuflash.attention
+    out, lse = forward(i.q, i.k, i.v, *i.cu_seqlens, return_lse=True, out=to_out, **i.options)
     host = functools.partial(to_host, backend)
     if i.dout is None:
-        return Results(host(out), host(lse), *[None] * 3)  # type: ignore[list-item]
-    to = tuple(place(x.shape, inputs.dtype) for x in (i.q, i.k, i.v))
-    workspace = fresh(rows, accum).reshape(-1).view(np.uint8)
-    grads = cuflash.attention_backward(
-        *(i.dout, i.q, i.k, i.v, out, lse),
-        **dict(dlse=i.dlse, out=to, workspace=workspace),
+        return Results(host(out), host(lse))
+    of = (i.q, i.k, i.v, i.bias, i.sinks)
+    backward = cuflash.attention_varlen_backward if i.cu_seqlens else cuflash.attention_backward
+    solve = functools.partial(
+        *(backward, i.dout, i.q, i.k, i.v, out, lse, *i.cu_seqlens),
+        dlse=i.dlse,
+        out=tuple(None if x is None else place(x.shape, x.dtype) for x in of),
         **i.options,
     )
-    return Results(host(out), host(lse), *map(host, grads))
+    size = 0
+    try:
+        solve(workspace=fresh((0,), accum).view(np.uint8))
+    except ValueError as error:  # it says how many bytes are needed
+        size = int(re.findall(r"^workspace: .* at least (\d+)", str(error))[0])
+    workspace = fresh((-(-size // accum.itemsize),), accum).view(np.uint8)
+    grads = solve(workspace=workspace)
+    results = (*grads, grads.dbias, grads.dsinks)
+    return Results(host(out), host(lse), *(None if x is None else host(x) for x in results))
 
 
 def solve(backend: Backend, inputs: Inputs, place: Callable[..., Any] | None = None) -> Results:
@@ -119,11 +146,31 @@ def solve(backend: Backend, inputs: Inputs, place: Callable[..., Any] | None = N
 def check(results: Results, inputs: Inputs) -> None:
     check_forward(results.out, results.lse, inputs)
     if inputs.dout is not None:
-        check_backward(cuflash.Gradients(*results[2:]), inputs)
+        check_backward(results.grads, inputs)
+
+
+def weights(
+    backend: Backend,
+    lengths: tuple[int, int],
+    dtype: str,
+    heads: tuple[int, int] = (1, 1),
+    **options: Any,
+) -> np.ndarray:
+    """Return the probabilities: values that are unit vectors make them the output.
+
+    The shape is (batch, heads, queries, keys), of a single head (queries, keys).
+    """
+    sk = lengths[1]
+    inputs = call(lengths, heads=heads, head_dim=16, head_dim_v=sk, dtype=dtype, **options)
+    unit = lambda v: np.broadcast_to(np.eye(sk, dtype=v.dtype)[:, None], v.shape)
+    out = solve(backend, changed(inputs, unit, "v")).out.astype(np.float64).swapaxes(1, 2)
+    return out[0, 0] if heads == (1, 1) else out
 
 
 def same(results: Results, others: Results) -> None:
     """Assert equality of every bit."""
     for name, x, y in zip(Results._fields, results, others, strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape, name
-        assert np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes(), name
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert x.dtype == y.dtype and x.shape == y.shape, name
+            assert np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes(), name

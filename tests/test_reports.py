@@ -4,8 +4,8 @@
 The comment above a test names the report: an id of ours, then the threads. A test stands for the
 whole kind of fault, so it also runs the neighbours of what was reported. Both passes write to
 memory full of NaN and are compared with the reference. Lengths are those of the report or, where
-they only cost time, shorter ones with as many kinds of tiles. What needs a GPU is in
-test_reports_gpu.py.
+they only cost time, shorter ones with as many kinds of tiles. Options and packed sequences are in
+test_reports_options.py, and what needs a GPU is in test_reports_gpu.py.
 
 `COVERED` and `LATER`, at the end, list the reports that have no test here.
 """
@@ -29,20 +29,23 @@ import numpy as np
 import pytest
 from check import Inputs, assert_close, bounds, exact
 from conftest import Backend
-from reports import ARRAYS, call, changed, check, every_dtype, normal, run, same, solve, turns
+from reports import (
+    ARRAYS,
+    call,
+    changed,
+    check,
+    every_dtype,
+    normal,
+    run,
+    same,
+    solve,
+    turns,
+    weights,
+)
 from run import on, schedule
 
 import cuflash
 from cuflash import compile
-
-
-def weights(backend: Backend, lengths: tuple[int, int], dtype: str, **options: Any) -> np.ndarray:
-    """Return the matrix of probabilities: values that are unit vectors make it the output."""
-    sk = lengths[1]
-    inputs = call(lengths, heads=(1, 1), head_dim=16, head_dim_v=sk, dtype=dtype, **options)
-    inputs = changed(inputs, lambda v: np.eye(sk).reshape(v.shape).astype(v.dtype), "v")
-    return solve(backend, inputs).out[0, :, 0].astype(np.float64)
-
 
 # --- nothing to do -------------------------------------------------------------------------------
 
@@ -133,7 +136,7 @@ def test_zero_gradients_of_dead_rows(
         inputs = dataclasses.replace(inputs, dlse=normal(4, (1, 2, 100), "float32"))
         inputs.dlse[..., :dead] = dlse
     results = solve(backend, inputs)
-    assert all(np.isfinite(x).all() for x in results[2:])
+    assert all(np.isfinite(x).all() for x in results.grads)
 
 
 # --- what nobody sees ----------------------------------------------------------------------------
@@ -174,7 +177,7 @@ def test_a_cache_that_is_not_filled(
         cut = lambda x, b=b: x[b : b + 1]
         used = lambda x, b=b, n=n: x[b : b + 1, :n]
         results = solve(backend, changed(changed(inputs, cut, "q", "dout"), used, "k", "v"))
-        assert all(np.isfinite(x).all() for x in results if x is not results.lse)
+        assert all(np.isfinite(x).all() for x in (results.out, *results.grads))
 
 
 # --- edges of causal order and windows -----------------------------------------------------------
@@ -753,7 +756,8 @@ def history_digest(name: str) -> str:
     """Return a digest of all results of a call."""
     backend = Backend(name, __import__("cupy") if name == "gpu" else np)
     results = run(backend, call((100, 100), heads=(4, 2), batch=2, causal=True))
-    return hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in results)).hexdigest()
+    arrays = (results.out, results.lse, *results.grads)
+    return hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)).hexdigest()
 
 
 FILL_SHARED = r"""
@@ -948,57 +952,17 @@ COVERED = {
 
 #: Open: what each waits for. Those that are also tested above are tested as far as they can be.
 LATER = {
-    "A3": "packed sequences: an entry without queries",
-    "A5": "packed sequences: fewer tokens than entries",
-    "A7": "mask: batch as large as the length, entries without keys",
-    "B1": "mask: rows that are all False",
-    "B5": "packed sequences: many queries over a single key",
-    "B7": "mask: dead rows among others, with a zero dout",
-    "C1": "mask: NaN in a masked key",
     "C3": "pages: NaN in the free slots of the last page",
     "C5": "pages: infinities in all free slots",
-    "C8": "bias: the corner of a buffer full of NaN, and dlse",
-    "E3": "bias: positions at a length that does not fill a tile",
     "G3": "cache: a length per batch entry in one call",
     "G4": "cache: a length per batch entry in one call",
-    "H9": "bias: a row stride that is no multiple of 8",
-    "H13": "mask over broadcast keys",
-    "I3": "mask: scores below any finite stand-in for -inf",
-    "I10": "bias in float32 with 16-bit inputs",
-    "J1": "bias: only dbias is wanted",
-    "J3": "bias: dbias summed over broadcast axes",
-    "J5": "bias, mask, window and causal order at once",
-    "J7": "bias of the lowest number, and a zero dout",
-    "K1": "softcap: before the mask",
-    "K3": "softcap with packed sequences, backward",
-    "K5": "alibi: head counts that are no power of two",
-    "K7": "alibi: lse of the very term",
-    "K9": "alibi: long distances in float32",
-    "L2": "sinks: take part in the maximum",
-    "L4": "sinks: backward, with dsinks",
     "L6": "sinks with pages and a window",
-    "M1": "packed sequences: int64 offsets",
-    "M3": "packed sequences: offsets at the end of a buffer",
-    "M5": "packed sequences: max_seqlen as an array scalar",
-    "M7": "packed sequences: many short ones against dense calls",
     "O2": "pages: a prefix in shuffled pages",
     "O4": "split keys: every number of splits",
     "O5": "split keys: empty splits",
     "O8": "pages of 32",
-    "P3": "merge of empty parts",
-    "P8": "merge_states instead of the formula",
-    "P9": "packed sequences: slack rows",
-    "Q1": "dropout: the seed decides",
-    "Q3": "dropout: one mask in both passes",
-    "Q5": "dropout of 0 leaves the random state alone",
-    "Q7": "dropout: the mask does not depend on tiles",
-    "R3": "compute-sanitizer over the GPU tests",
-    "S5": "mask of more than 2**31 elements",
+    "R3": "compute-sanitizer over the GPU tests: not from here, bench runs it",
     "S7": "pages of more than 2**31 elements",
-    "T1": "softcap and dropout in the key",
-    "W1": "packed sequences: more keys described than there are",
-    "W5": "mask with three axes",
-    "W7": "packed sequences: offsets of different batch sizes",
     "W9": "cache: append past the capacity",
 }
 

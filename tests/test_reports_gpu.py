@@ -94,6 +94,27 @@ def test_large_arrays(backend: Backend, case: str) -> None:
     backend.xp.get_default_memory_pool().free_all_blocks()
 
 
+# S5: alexzhang13/flashattention2-custom-mask#2
+def test_a_mask_of_more_than_2_to_the_31_elements(backend: Backend) -> None:
+    """The mask is the largest array by far, and the offset of its rows overflowed in backward."""
+    arrays = [large(backend, seed, (8, 4096, 28, 64), "float16") for seed in range(4)]
+    mask = backend.xp.ones((8, 28, 4096, 4096), bool)
+    mask[..., ::3] = False
+    mask[7, :, :, 1::3] = False
+    assert mask.size > 2**31
+    q, k, v, dout = arrays
+    out, lse, vjp = cuflash.attention_vjp(q, k, v, mask=mask, return_lse=True)
+    grads = vjp(dout)
+    for b, h in ((0, 0), (4, 16), (7, 0), (7, 27)):
+        take = lambda x, b=b, h=h: to_host(backend, x[b : b + 1, :, h : h + 1])
+        seen = backend.host(mask[b : b + 1, h : h + 1, :1])  # the same in all rows
+        inputs = Inputs(*map(take, arrays), mask=seen)
+        check_forward(take(out), backend.host(lse[b : b + 1, h : h + 1]), inputs)
+        check_backward(cuflash.Gradients(*map(take, grads)), inputs)
+    del q, k, v, dout, arrays, mask, out, lse, vjp, grads
+    backend.xp.get_default_memory_pool().free_all_blocks()
+
+
 # R1: Dao-AILab/flash-attention#359
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_repeats_are_equal_and_right(backend: Backend, dtype: str) -> None:
