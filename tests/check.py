@@ -188,7 +188,8 @@ def _measure(inputs: Inputs, names: set[str]) -> dict[str, float]:
     for name in names if calls else ():
         got, want = [x[name] for x, _ in calls], [x[name] for _, x in calls]
         if name in SUMS:
-            terms = _side_by_side(got, copies), _side_by_side(want, copies)
+            steps = [x.get(f"{name} rounding", np.zeros_like(x[name])) for x, _ in calls]
+            terms = [_side_by_side(x, copies) for x in (got, want, steps)]
             worst[name] = _largest_error_of_sums(name, *terms, inputs)
         else:
             errors = (_largest_error(name, *x, inputs) for x in zip(got, want, strict=True))
@@ -205,8 +206,13 @@ def _largest_error(name: str, got: np.ndarray, want: np.ndarray, inputs: Inputs)
     return float(error.max(initial=0.0))
 
 
-def _largest_error_of_sums(name: str, got: np.ndarray, want: np.ndarray, inputs: Inputs) -> float:
-    """Largest error of dbias or dsinks, given their terms (copies, batch, Hq, Sq, Sk)."""
+def _largest_error_of_sums(
+    name: str, got: np.ndarray, want: np.ndarray, steps: np.ndarray, inputs: Inputs
+) -> float:
+    """Largest error of dbias or dsinks, given their terms (copies, batch, Hq, Sq, Sk).
+
+    `steps` are errors that terms may have even where those of `got` happen to be smaller.
+    """
     shape = [1, 1, *host(inputs.bias).shape][-4:] if name == "dbias" else [1, 0, 1, 1]
     axes = [n for n, size in enumerate(shape, 1) if size == 1]
     others = [n for n in range(5) if n not in axes]
@@ -220,6 +226,7 @@ def _largest_error_of_sums(name: str, got: np.ndarray, want: np.ndarray, inputs:
         return worst
     error = got.astype(want.dtype) - want
     rows = error.sum(axis=4, keepdims=True) if 4 in axes else error
+    rows = np.maximum(np.abs(rows), steps.astype(want.dtype))
     addition = np.finfo(got.dtype).eps / 4 * partial
     spread = np.sqrt((rows**2).sum(axis=tuple(axes)) + (addition**2).sum(axis=-1))
     return max(worst, 2 * float(spread[np.isfinite(true_sums)].max(initial=0.0)))
@@ -386,6 +393,12 @@ def careful(call: _Dense, dtype: np.dtype, backward: bool) -> dict[str, np.ndarr
         if o.sinks is not None:
             terms = reference._sink_terms(o.sinks.astype(accum), lse[..., 0], dlse - delta[..., 0])
             results["dsinks"] = terms[..., None]
+            # What rounding each element of out does to delta, if none of the errors cancel by luck.
+            step = accum.type(ml_dtypes.finfo(dtype).eps / 4) * np.abs(dout * out)
+            weight = reference._sink_terms(
+                o.sinks.astype(accum), lse[..., 0], np.sqrt((step**2).sum(axis=-1))
+            )
+            results["dsinks rounding"] = np.where(visible.any(-1), weight, zero)[..., None]
     return results
 
 

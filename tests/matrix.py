@@ -14,8 +14,18 @@ from functools import cached_property
 from cuflash import device, select
 from cuflash.arch import simt
 from cuflash.dtypes import DTYPES
-from cuflash.plan import BackwardDkdvSimt, BackwardDqSimt, Delta, ForwardSimt, KernelPlan, Plan
-from cuflash.problem import Traits
+from cuflash.plan import (
+    BackwardDbiasSimt,
+    BackwardDkdvSimt,
+    BackwardDqSimt,
+    Delta,
+    Dsinks,
+    ForwardSimt,
+    KernelPlan,
+    Plan,
+    SumParts,
+)
+from cuflash.problem import FEATURES, Traits
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class Row:
     backward: Plan
     head_dim: int  # up to
     head_dim_v: int
+    options: tuple[str, ...] = ()  # that the kernels have code for
 
     @cached_property
     def tile(self) -> tuple[int, int]:
@@ -41,7 +52,14 @@ class Row:
         return self.forward[0].family
 
 
-def _small(dtype: str, tile: str, chunks: int, chunks_v: int, resident: bool) -> Row:
+def _small(
+    dtype: str,
+    tile: str,
+    chunks: int,
+    chunks_v: int,
+    resident: bool,
+    options: tuple[str, ...] = (),
+) -> Row:
     tile_q, tile_kv, threads_y, threads_x, chunk = _SMALL_TILES[tile]
     shape = dict(
         dtype=dtype,
@@ -52,11 +70,13 @@ def _small(dtype: str, tile: str, chunks: int, chunks_v: int, resident: bool) ->
         chunk=chunk,
         blocks_per_sm=1,
         unroll=1,
+        **dict.fromkeys(options, True),
     )
     residents = chunks if resident else 0
     residents_v = chunks_v if resident else 0
     return Row(
-        f"{dtype}-{tile}-{chunks}x{chunks_v}-{'resident' if resident else 'passing'}",
+        f"{dtype}-{tile}-{chunks}x{chunks_v}-{'resident' if resident else 'passing'}"
+        + ("-options" if options else ""),
         dtype,
         (ForwardSimt(**shape, chunks=chunks_v, resident_chunks=residents),),
         (
@@ -71,9 +91,11 @@ def _small(dtype: str, tile: str, chunks: int, chunks_v: int, resident: bool) ->
                 resident_chunks=residents,
                 resident_chunks_v=residents_v,
             ),
+            *([BackwardDbiasSimt(**shape), SumParts(dtype), Dsinks(dtype)] if options else []),
         ),
         chunks * chunk,
         chunks_v * chunk,
+        options,
     )
 
 
@@ -106,16 +128,25 @@ _COVERING = [
 ]
 
 
-def shipped(dtype: str, head_dim: int, head_dim_v: int, where: device.Device = device.CPU) -> Row:
+def shipped(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    where: device.Device = device.CPU,
+    options: tuple[str, ...] = (),
+) -> Row:
     """Return the plans that a call gets."""
-    traits = Traits(DTYPES[dtype], head_dim, head_dim_v)
+    traits = Traits(DTYPES[dtype], head_dim, head_dim_v, options)
+    name = f"{dtype}-shipped-{head_dim}x{head_dim_v}" + ("" if where.is_cpu else f"-{where.name}")
+    name += f"-{'options' if options == FEATURES else '-'.join(options)}" if options else ""
     return Row(
-        f"{dtype}-shipped-{head_dim}x{head_dim_v}" + ("" if where.is_cpu else f"-{where.name}"),
+        name,
         dtype,
         select.choose("forward", traits, where),
         select.choose("backward", traits, where),
         head_dim,
         head_dim_v,
+        options,
     )
 
 
@@ -123,6 +154,19 @@ _SHIPPED_SIZES = [(16, 16), (64, 64), (128, 128), (96, 40)]
 
 ROWS = [_small(*row) for row in _COVERING] + [
     shipped(dtype, *sizes) for dtype in DTYPES for sizes in _SHIPPED_SIZES
+]
+
+# Kernels with code for options: all of them, from which a call draws any, and the sets of few.
+OPTION_ROWS = [
+    _small("float16", "wide", 1, 2, True, FEATURES),
+    _small("bfloat16", "block", 2, 1, False, FEATURES),
+    _small("float32", "square", 2, 1, True, FEATURES),
+    _small("float32", "tall", 1, 3, False, FEATURES),
+    _small("float64", "tall", 1, 2, True, FEATURES),
+    _small("float64", "wide", 2, 1, False, FEATURES),
+    *(shipped(dtype, 64, 64, options=FEATURES) for dtype in DTYPES),
+    shipped("float32", 64, 64, options=("packed",)),
+    shipped("float32", 64, 64, options=("bias",)),
 ]
 
 # What GPUs with little shared memory get, and large heads: executed too, with fewer examples.
@@ -145,6 +189,10 @@ ARCHITECTURES = {
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 
+_FEATURE_SETS = [tuple(n for n in FEATURES if n in s) for s in simt.FEATURE_SETS][::-1]
+_FEATURE_SETS = [(), *(options for options in _FEATURE_SETS if options)]
+
+
 def cubins(full: bool = False) -> list[tuple[str, KernelPlan]]:
     """Return (architecture, plan) of what must compile without spilling.
 
@@ -156,9 +204,11 @@ def cubins(full: bool = False) -> list[tuple[str, KernelPlan]]:
         for j, head_dim in enumerate(HEAD_DIMS):
             for k, dtype in enumerate(DTYPES):
                 if full or (i + j) % len(DTYPES) == k:
-                    row = shipped(dtype, head_dim, head_dim, where)
-                    for plan in row.forward + row.backward:
-                        found[name, plan] = None
+                    sets = _FEATURE_SETS if full else (_FEATURE_SETS[0], _FEATURE_SETS[(i + j) % 4])
+                    for options in sets:
+                        row = shipped(dtype, head_dim, head_dim, where, options)
+                        for plan in row.forward + row.backward:
+                            found[name, plan] = None
     return list(found)
 
 

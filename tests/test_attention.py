@@ -9,7 +9,7 @@ from check import check_backward, check_forward
 from conftest import Backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix import FEW_ROWS, ROWS, Row
+from matrix import FEW_ROWS, OPTION_ROWS, ROWS, Row
 from run import both, on, schedule, using
 from strategies import arrays_of, cases
 
@@ -32,6 +32,13 @@ def examine(backend: Backend, row: Row, data: st.DataObject) -> None:
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_kernels_agree_with_the_reference(backend: Backend, row: Row, data: st.DataObject) -> None:
+    examine(backend, row, data)
+
+
+@pytest.mark.parametrize("row", OPTION_ROWS, ids=lambda row: row.name)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_any_set_of_options_agrees(backend: Backend, row: Row, data: st.DataObject) -> None:
     examine(backend, row, data)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from cuflash import compile, device, select
 from cuflash.dtypes import DTYPES
-from cuflash.plan import Delta, KernelPlan
-from cuflash.problem import Traits
+from cuflash.plan import BackwardDkdvSimt, BackwardDqSimt, ForwardSimt, KernelPlan
+from cuflash.problem import FEATURES, Traits
 
 CUBINS = matrix.cubins()
 
@@ -31,14 +31,17 @@ def test_plan_compiles_without_spills(name: str, plan: KernelPlan) -> None:
 
 @pytest.mark.parametrize("where", matrix.ARCHITECTURES.values(), ids=matrix.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_head_size_has_plans_that_fit(where: device.Device, dtype: str) -> None:
+@pytest.mark.parametrize("options", [(), FEATURES], ids=["plain", "options"])
+def test_every_head_size_has_plans_that_fit(
+    where: device.Device, dtype: str, options: tuple[str, ...]
+) -> None:
     for head_dim in range(1, 513):
         for head_dim_v in {1, head_dim, 513 - head_dim}:
-            traits = Traits(DTYPES[dtype], head_dim, head_dim_v)
+            traits = Traits(DTYPES[dtype], head_dim, head_dim_v, options)
             for direction in ("forward", "backward"):
                 for plan in select.choose(direction, traits, where):
                     assert plan.smem_bytes <= where.smem_per_block
                     assert plan.threads <= 1024
-                    if not isinstance(plan, Delta):
-                        chunks = plan.chunks * plan.chunk  # pyright: ignore
+                    if isinstance(plan, (ForwardSimt, BackwardDqSimt, BackwardDkdvSimt)):
+                        chunks = plan.chunks * plan.chunk
                         assert chunks >= (head_dim_v if direction == "forward" else head_dim)

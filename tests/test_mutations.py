@@ -16,7 +16,7 @@ import pytest
 from check import check_backward, check_forward
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from matrix import ROWS, Row
+from matrix import OPTION_ROWS, ROWS, Row
 from run import both, schedule, using
 from strategies import arrays_of, cases
 from test_attention import EXAMPLES
@@ -33,11 +33,15 @@ class Mutant(NamedTuple):
     old: str
     new: str
     occurrence: int = 0
+    options: bool = False  # it takes a call with options to find it
 
 
 _FORWARD = "attention/forward_simt.cu"
 _DQ = "attention/backward_dq_simt.cu"
 _DKDV = "attention/backward_dkdv_simt.cu"
+_DBIAS = "attention/backward_dbias_simt.cu"
+_SCORE = "parts/score.cuh"
+_WORK = "parts/work.cuh"
 
 MUTANTS = [
     Mutant(
@@ -69,7 +73,7 @@ MUTANTS = [
     ),
     Mutant("keys-past-the-end-count", "parts/mask.cuh", "key < seqlen_kv;", "true;"),
     Mutant("full-ignores-the-end", "parts/mask.cuh", "key + keys <= seqlen_kv &&", "true &&"),
-    Mutant("top-left-alignment", "parts/mask.cuh", "p.seqlen_kv - p.seqlen_q;", "0;"),
+    Mutant("top-left-alignment", "parts/mask.cuh", "entry.seqlen_kv - entry.seqlen_q;", "0;"),
     Mutant("last-key-tile-lost", "parts/mask.cuh", "last / tile + 1}", "(last + tile - 1) / tile}"),
     Mutant(
         "tail-rows-not-zeroed",
@@ -97,7 +101,7 @@ MUTANTS = [
         "start.head + group : start.head",
         "start.head + 1 : start.head",
     ),
-    Mutant("dk-not-scaled", _DKDV, "scaling[i] = scale", "scaling[i] = 1"),
+    Mutant("dk-not-scaled", _DKDV, "scale[i] = any.scale", "scale[i] = 1"),
     Mutant(
         "dq-without-dlse",
         "parts/gradient.cuh",
@@ -125,14 +129,71 @@ MUTANTS = [
     Mutant(
         "batch-stride-ignored",
         "parts/operand.cuh",
-        "batch * t.stride_batch + head * t.stride_head,",
-        "head * t.stride_head,",
+        "batch * t.stride_batch + head * t.stride_head +\n                first * t.stride_seq,",
+        "head * t.stride_head + first * t.stride_seq,",
+    ),
+    *(
+        Mutant(name, file, old, new, options=True)
+        for name, file, old, new in [
+            ("softcap-without-slope", _DQ, "dscore * x.slope", "dscore"),
+            ("slope-in-dbias", _DBIAS, "sum[i][j] += dscore", "sum[i][j] += dscore * x.slope"),
+            ("bias-of-another-row", _SCORE, "return query * stride_query", "return stride_query"),
+            ("bias-hides-nothing", _SCORE, "!(added == -softmax::infinity<Accum>())", "true"),
+            ("bias-always-narrow", _SCORE, "if (bias_wide) return", "if (false) return"),
+            ("mask-upside-down", _SCORE, "mask.at(query, key)) != 0", "mask.at(query, key)) == 0"),
+            ("mask-not-looked-at", _SCORE, "pairs = pairs || mask.data;", ""),
+            ("alibi-from-the-top", _SCORE, "= query + offset - key", "= query - key"),
+            ("alibi-one-sided", _SCORE, "max(distance, -distance)", "distance"),
+            (
+                "sink-in-every-lane",
+                _FORWARD,
+                "with_sink(sink, lane.x == 0)",
+                "with_sink(sink, true)",
+            ),
+            ("sink-in-slack-rows", _FORWARD, "p.sinks.data && !entry.slack", "p.sinks.data"),
+            (
+                "dsinks-without-dlse",
+                "attention/dsinks.cu",
+                "if (p.dlse.data) gradient",
+                "if (false) gradient",
+            ),
+            ("kept-not-scaled-in-dv", _DKDV, "kept[i] = any.kept_factor()", "kept[i] = 1"),
+            (
+                "dropout-by-tile",
+                _DKDV,
+                "score.survives(probability, row_scores, key)",
+                "score.survives(probability, row_scores, row)",
+            ),
+            (
+                "dropout-in-the-sum",
+                _FORWARD,
+                "rows[i].sum += probability;",
+                "rows[i].sum += score.survives(probability, row_scores[i], first_key + col);",
+            ),
+            ("same-fate-in-all-heads", "parts/dropout.cuh", "c1 = head,", "c1 = 0,"),
+            ("entries-begin-one-late", _WORK, "(i - 1) * cu.stride", "i * cu.stride"),
+            ("slot-without-entry", _WORK, "slot - (first / kTile + span)", "slot - first / kTile"),
+            (
+                "slack-meets-its-neighbours",
+                _WORK,
+                "return {0, first, 0, rows, 0, true};",
+                "return {0, first, 0, rows, 1, true};",
+            ),
+            (
+                "dbias-part-lost",
+                _DBIAS,
+                "turn = target.split;",
+                "turn = target.split + p.dbias_splits;",
+            ),
+            ("dbias-rows-not-summed", _DBIAS, "i < plan::kTileQ; i += rows", "i < rows; i += rows"),
+            ("dbias-first-tile-only", _DBIAS, "tile_q += step_q)", "tile_q += 100)"),
+        ]
     ),
 ]
 
 
 def _row(name: str) -> Row:
-    return next(row for row in ROWS if row.name == name)
+    return next(row for row in ROWS + OPTION_ROWS if row.name == name)
 
 
 #: Several chunks, small tiles, and an element type for which no rounding hides a fault.
@@ -144,6 +205,15 @@ PLANS = [
         "float32-wide-1x1-passing",
         "float64-wide-2x1-passing",
         "float32-square-1x2-passing",
+    )
+]
+
+OPTION_PLANS = [
+    _row(name)
+    for name in (
+        "float32-square-2x1-resident-options",
+        "float64-tall-1x2-resident-options",
+        "float16-wide-1x2-resident-options",
     )
 ]
 
@@ -187,10 +257,10 @@ def test_mutant_is_found(kernels: Path, mutant: Mutant) -> None:
         mutant.old.join(parts[:n]) + mutant.new + mutant.old.join(parts[n:]), encoding="utf-8"
     )
     with pytest.raises((AssertionError, KernelFault)):
-        for row in PLANS:
+        for row in OPTION_PLANS if mutant.options else PLANS:
             examine(row)
 
 
 def test_the_unchanged_copy_passes(kernels: Path) -> None:
-    for row in PLANS:
+    for row in PLANS + OPTION_PLANS:
         examine(row)

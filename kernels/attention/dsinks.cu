@@ -29,7 +29,10 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads)
             const int32 row = static_cast<int32>(index % p.seqlen_q);
             const Accum lse = hw::load(vector(p.lse, entry, head).at(row));
             if (lse == -softmax::infinity<Accum>()) continue;
-            Accum gradient = -hw::load(vector(p.delta, entry, head).at(row));
+            // Where no key counts, out is 0, and what dout holds does not matter, not even as NaN.
+            const Accum delta = hw::load(vector(p.delta, entry, head).at(row));
+            const bool no_key = lse == sink && delta - delta != Accum(0);
+            Accum gradient = no_key ? Accum(0) : -delta;
             if (p.dlse.data) gradient += hw::load(vector(p.dlse, entry, head).at(row));
             sum += softmax::exponential(sink - lse) * gradient;
         }

@@ -88,7 +88,9 @@ struct Scores {
         if constexpr (plan::kAlibi) {
             s.slope = 0;
             s.offset = entry.seqlen_kv - entry.seqlen_q;
-            if (p.slopes.data) s.slope = hw::load(head_value(p.slopes, entry.batch, head));
+            if (p.slopes.data && !entry.slack) {
+                s.slope = hw::load(head_value(p.slopes, entry.batch, head));
+            }
         }
         if constexpr (plan::kDropout) {
             s.dropped = p.dropped;
