@@ -245,8 +245,12 @@ def _read_options(
     p, found, features = problem, {}, set()
     cap = _number("softcap", softcap, p.dtype)
     # The largest number of an accumulator has a reciprocal; the smallest cap must have one too.
-    if cap < 0 or 0 < cap < 1 / float(np.finfo(p.dtype.accum).max):
-        raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap!r}")
+    smallest = 1 / float(np.finfo(p.dtype.accum).max)
+    if cap and not cap >= smallest:
+        raise ValueError(
+            f"softcap: expected 0 (none) or a positive number of at least {smallest:.1e}, "
+            f"got {softcap!r}"
+        )
     if cap:
         features.add("softcap")
     bias_shape = p.bias_shape
@@ -308,13 +312,15 @@ def _pair_shape(name: str, x: View, p: Problem, device: int | None) -> tuple[int
     for got, want in zip(shape[:2], full[:2], strict=False):
         fits &= got in (1, want)
     if p.is_packed:
-        fitting = "(queries, keys) or (entries, heads, queries, keys) of at least the longest entry"
+        fitting = f"(queries, keys) or ({full[0]} entries, {full[1]} heads, queries, keys)"
     else:
         for got, want in zip(shape[2:], full[2:], strict=False):
             fits &= got in (1, want)
-        fitting = f"one that broadcasts to {full[2:]} or {full} (batch, heads, queries, keys)"
+        fitting = f"{full[2:]} or {full} (batch, heads, queries, keys)"
     if not fits:
-        raise ValueError(f"{name}: expected shape {fitting}, got {x.shape}")
+        raise ValueError(
+            f"{name}: expected shape {fitting}, where any axis may have length 1, got {x.shape}"
+        )
     return shape  # type: ignore[return-value]
 
 
@@ -369,12 +375,13 @@ def read_packed(
     *options: Any,
 ) -> tuple[Problem, Arrays]:
     """Check the arguments of a call with packed entries; `options` are those of read()."""
-    problem, inputs = _read_plain(q, k, v, scale, causal, window, layout)
-    if inputs.layout.batch is not None:
+    q = arrays.adopt("q", q)
+    if q.ndim != 3:
         raise ValueError(
             f"q: expected packed (total, heads, dim) or, with layout='bhsd', (heads, total, dim), "
-            f"got shape {inputs.q.shape}"
+            f"got shape {q.shape}"
         )
+    problem, inputs = _read_plain(q, k, v, scale, causal, window, layout)
     offsets = [arrays.adopt("cu_seqlens_q", cu_seqlens_q)]
     offsets += [arrays.adopt("cu_seqlens_k", cu_seqlens_k)]
     longest = []
@@ -395,17 +402,19 @@ def read_packed(
     inputs = inputs._replace(cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[1])
     problem, inputs = _read_options(problem, inputs, *options)
     for name, x in (("bias", inputs.bias), ("mask", inputs.mask)):
-        for length, got in zip(longest, () if x is None else x.shape[-2:], strict=False):
-            if got != 1 and got < (1 if length is None else length):
+        if x is None:
+            continue
+        for what, length, got in zip(("queries", "keys"), longest, x.shape[-2:], strict=True):
+            if got != 1 and got < length:
                 raise ValueError(
-                    f"{name}: expected axes of length 1 or of at least the longest entry's "
-                    f"{length}, got shape {x and x.shape}"
+                    f"{name}: expected an axis of {what} of length 1 or of at least the longest "
+                    f"entry's {length}, got shape {x.shape}"
                 )
     return problem, inputs
 
 
-def _offsets(name: str, x: View, total: int, device: int | None) -> int | None:
-    """Check offsets; returns the longest entry, or None if they are on a device: not read."""
+def _offsets(name: str, x: View, total: int, device: int | None) -> int:
+    """Check offsets; returns the longest entry, or 1 if they are on a device, unread."""
     if x.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name}: expected dtype int32 or int64, got {x.dtype}")
     if x.ndim != 1 or not 1 <= x.shape[0] <= _MAX_LENGTH:
@@ -414,14 +423,14 @@ def _offsets(name: str, x: View, total: int, device: int | None) -> int | None:
         )
     if x.device is not None:
         _same_place(name, x, device)
-        return None
-    lengths = np.diff(x.array)
-    if x.array[0] < 0 or x.array[-1] > total or (lengths < 0).any():
+        return min(1, total)
+    first, end = x.array[:-1], x.array[1:]
+    if x.array[0] < 0 or x.array[-1] > total or (end < first).any():  # differences might wrap
         raise ValueError(
-            f"{name}: expected offsets that grow from 0 to at most {total}, the rows there are, "
-            f"got {np.array2string(x.array, threshold=8)}"
+            f"{name}: expected offsets from 0 to {total}, the rows there are, each at least the "
+            f"one before, got {np.array2string(x.array, threshold=8)}"
         )
-    return int(lengths.max(initial=0))
+    return int((end - first).max(initial=0))
 
 
 def _hint(name: str, value: Any) -> None:
@@ -443,9 +452,12 @@ def read_wanted(wrt: Any, problem: Problem) -> tuple[str, ...]:
     there = ["q", "k", "v", *(name for name in ("bias", "sinks") if name in problem.features)]
     if wrt is None:
         return tuple(there)
-    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    try:
+        names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    except TypeError:
+        raise TypeError(f"wrt: expected names out of {there}, got {type(wrt).__name__}") from None
     for name in names:
-        if name not in there:
+        if not isinstance(name, str) or name not in there:
             raise ValueError(f"wrt: expected some of {there}, the call's arrays, got {name!r}")
     return names
 
@@ -600,13 +612,13 @@ def _number(name: str, x: Any, dtype: DType) -> float:
     """Return a finite number of the host, as float."""
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
-    real = isinstance(x, numbers.Real) and not isinstance(x, bool)
+    real = isinstance(x, numbers.Real) and not isinstance(x, (bool, np.timedelta64))
     if not real and not (isinstance(x, np.generic) and lookup(x.dtype)):
         raise TypeError(f"{name}: expected a real number on the host, got {type(x).__name__}")
     try:
         value = float(x)
     except OverflowError:  # of int and Fraction
         value = math.inf
-    if not abs(value) <= np.finfo(dtype.accum).max:
+    if not abs(value) <= float(np.finfo(dtype.accum).max):
         raise ValueError(f"{name}: expected a finite number (of {dtype.accum}), got {value}")
     return value

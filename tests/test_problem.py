@@ -8,6 +8,7 @@ raises an error has launched nothing.
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import Backend
+from numpy.lib.stride_tricks import as_strided
 
 import cuflash
 from cuflash import arrays, dtypes, launch, problem
@@ -43,6 +45,20 @@ FORWARD = dict(q=A((BATCH, SQ, HQ, D)), k=A((BATCH, SK, HKV, D)), v=A((BATCH, SK
 OUT, LSE = A((BATCH, SQ, HQ, DV)), A((BATCH, HQ, SQ))
 BACKWARD = dict(dout=OUT, **FORWARD, output=OUT, lse=LSE)
 WORKSPACE = 4 * BATCH * HQ * SQ  # bytes
+
+TOTAL_Q, TOTAL_K = 10, 12
+CU_Q, CU_K = np.array([0, 3, 10]), np.array([0, 5, 12])  # the longest entries have 7 rows
+PACKED = dict(
+    q=A((TOTAL_Q, HQ, D)),
+    k=A((TOTAL_K, HKV, D)),
+    v=A((TOTAL_K, HKV, DV)),
+    cu_seqlens_q=CU_Q,
+    cu_seqlens_k=CU_K,
+)
+PACKED_OUT, PACKED_LSE = A((TOTAL_Q, HQ, DV)), A((HQ, TOTAL_Q))
+PACKED_BACKWARD = dict(dout=PACKED_OUT, **PACKED, output=PACKED_OUT, lse=PACKED_LSE)
+
+BIAS, FULL_BIAS, SINKS = A((SQ, SK)), A((BATCH, HQ, SQ, SK)), A((HQ,))
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +91,14 @@ def forward(backend: Backend, changes: dict[str, Any]) -> Any:
 
 def backward(backend: Backend, changes: dict[str, Any]) -> Any:
     return cuflash.attention_backward(**resolve(backend, {**BACKWARD, **changes}))
+
+
+def varlen(backend: Backend, changes: dict[str, Any]) -> Any:
+    return cuflash.attention_varlen(**resolve(backend, {**PACKED, **changes}))
+
+
+def varlen_backward(backend: Backend, changes: dict[str, Any]) -> Any:
+    return cuflash.attention_varlen_backward(**resolve(backend, {**PACKED_BACKWARD, **changes}))
 
 
 def raises(error: type[Exception], parts: tuple[str, ...], call: Any, *args: Any) -> None:
@@ -303,6 +327,356 @@ BACKWARD_ERRORS = [
 ]
 
 
+NUMBER = "expected a real number on the host"
+SEED = "expected an int or an array of one int64"
+PAIRS = "expected shape (3, 5) or (2, 4, 3, 5) (batch, heads, queries, keys)"
+SLOPES = "expected shape (4,) or (2, 4) (heads of q, or batch and heads)"
+
+#: Errors of the options of both passes, as changes of a forward call.
+OPTION_ERRORS = [
+    # numbers
+    *(
+        ({name: value}, TypeError, f"{name}: ", NUMBER, f"got {kind}")
+        for name in ("softcap", "dropout_p")
+        for value, kind in [
+            (None, "NoneType"),
+            (True, "bool"),
+            (np.True_, "bool"),
+            (np.array(True), "bool"),
+            ("0.5", "str"),
+            (0.5j, "complex"),
+            ([0.5], "list"),
+            (A((1,)), "ndarray"),
+            (np.timedelta64(1, "s"), "timedelta64"),
+            (np.ma.masked, "MaskedConstant"),
+            (Decimal(0), "Decimal"),
+        ]
+    ),
+    *(
+        ({name: value}, ValueError, f"{name}: ", "expected a finite number (of float32)", got)
+        for name in ("softcap", "dropout_p")
+        for value, got in [
+            (float("nan"), "got nan"),
+            (float("inf"), "got inf"),
+            (np.float32("-inf"), "got -inf"),
+            (10**400, "got inf"),
+            (1e39, "got 1e+39"),
+        ]
+    ),
+    *(
+        ({"softcap": value}, ValueError, "softcap: ", "0 (none) or a positive", f"got {value!r}")
+        for value in (-1, -0.5, -1e-300, 1e-40, np.float16(-2))
+    ),
+    *(
+        ({"dropout_p": value}, ValueError, "dropout_p: ", "probability from 0 to 1", f"{value!r}")
+        for value in (-0.1, -1, 1.0000001, 2, -5e-324, np.float32(1.5))
+    ),
+    # pairs of a query and a key
+    *(
+        ({name: value}, TypeError, f"{name}: ", KINDS, f"got {kind}")
+        for name in ("bias", "mask")
+        for value, kind in [
+            (1.0, "float"),
+            (np.float32(1), "float32"),
+            ([[0.0]], "list"),
+            (True, "bool"),
+            ("causal", "str"),
+        ]
+    ),
+    *(
+        ({"bias": A((3, 5), dtype)}, TypeError, "bias: ", "dtype float32 for", f"got {dtype}")
+        for dtype in ("float16", "float64", "int32", "uint8", "bool", "complex64")
+    ),
+    (
+        {name: x._replace(dtype="float16") for name, x in FORWARD.items()}
+        | {"bias": A((3, 5), "float64")},
+        *(TypeError, "bias: ", "float16 or float32 for float16 inputs", "got float64"),
+    ),
+    *(
+        ({"mask": A((3, 5), dtype)}, TypeError, "mask: ", "dtype bool", "as bias", f"got {dtype}")
+        for dtype in ("uint8", "int8", "int64", "float32", "float16")
+    ),
+    *(
+        ({name: A(shape, dtype)}, ValueError, f"{name}: ", PAIRS, "length 1", f"got {shape}")
+        for name, dtype in [("bias", "float32"), ("mask", "bool")]
+        for shape in [
+            *((), (5,), (2, 3, 5), (1, 3, 5), (1, 1, 1, 1, 1)),  # numbers of axes
+            *((5, 3), (3, 4), (2, 5), (0, 5), (3, 0), (0, 0)),
+            *((3, 4, 3, 5), (2, 2, 3, 5), (4, 2, 3, 5), (0, 4, 3, 5), (2, 0, 3, 5), (2, 4, 0, 5)),
+        ]
+    ),
+    # heads
+    *(
+        ({name: value}, TypeError, f"{name}: ", KINDS, f"got {kind}")
+        for name in ("alibi_slopes", "sinks")
+        for value, kind in [(0.5, "float"), ([0.5] * 4, "list"), (np.float32(1), "float32")]
+    ),
+    *(
+        ({name: A((4,), dtype)}, TypeError, f"{name}: ", "dtype float32 for", f"got {dtype}")
+        for name in ("alibi_slopes", "sinks")
+        for dtype in ("float16", "float64", "int32", "bool")
+    ),
+    *(
+        ({"alibi_slopes": A(shape)}, ValueError, "alibi_slopes: ", SLOPES, f"got {shape}")
+        for shape in [(), (2,), (3,), (0,), (1, 4), (4, 2), (3, 4), (2, 2), (2, 4, 1)]
+    ),
+    *(
+        ({"sinks": A(shape)}, ValueError, "sinks: ", "(4,) (the heads of q)", f"got {shape}")
+        for shape in [(), (2,), (0,), (1, 4), (2, 4), (4, 1)]
+    ),
+    # seeds
+    ({"dropout_p": 0.5}, ValueError, "seed: ", "int, or an array of one int64", "dropout_p > 0"),
+    ({"dropout_p": 1e-320}, ValueError, "seed: ", "int, or an array of one int64"),
+    *(
+        ({"dropout_p": 0.5, "seed": seed}, TypeError, "seed: ", SEED, f"got {kind}")
+        for seed, kind in [
+            (1.0, "float"),
+            (np.float64(1), "float64"),
+            (True, "bool"),
+            (np.True_, "bool"),
+            ("1", "str"),
+            (b"1", "bytes"),
+            ([1], "list"),
+            ((1,), "tuple"),
+            (np.ma.array([1]), "MaskedArray"),
+        ]
+    ),
+    *(
+        ({"dropout_p": 0.5, "seed": A(shape, dtype)}, TypeError, "seed: ", SEED, dtype, f"{shape}")
+        for shape, dtype in [
+            ((1,), "int32"),
+            ((), "float64"),
+            ((1,), "bool"),
+            ((0,), "int64"),
+            ((2,), "int64"),
+            ((1, 2), "uint64"),
+        ]
+    ),
+    *(
+        ({"dropout_p": 0.5, "seed": seed}, ValueError, "seed: ", "64 bits", f"got {seed}")
+        for seed in (2**64, -(2**63) - 1, 10**400 // 10**370, -(10**30))
+    ),
+]
+
+OFFSETS = "cu_seqlens_q: "
+RANGE = "expected offsets from 0 to 10, the rows there are, each at least the one before"
+PACKED_PAIRS = "expected shape (queries, keys) or (2 entries, 4 heads, queries, keys)"
+
+PACKED_ERRORS = [
+    # q, k, v
+    *(
+        ({"q": A(shape)}, ValueError, "q: ", "expected packed (total, heads, dim)", f"{shape}")
+        for shape in [(2, 10, 4, 8), (1, 10, 4, 8), (10, 8), ()]
+    ),
+    (
+        {"q": A((2, 5, 4, 8)), "k": A((2, 6, 2, 8)), "v": A((2, 6, 2, 6))},
+        *(ValueError, "q: ", "expected packed (total, heads, dim)", "(2, 5, 4, 8)"),
+    ),
+    ({"k": A((2, 6, 2, 8))}, ValueError, "k: ", "expected 3 dimensions", "got shape (2, 6, 2, 8)"),
+    ({"v": A((11, 2, 6))}, ValueError, "v: ", "expected shape (12, 2, 6)", "got (11, 2, 6)"),
+    ({"q": [0]}, TypeError, "q: ", KINDS, "got list"),
+    ({"causal": 1}, TypeError, "causal: ", FLAG, "got 1"),
+    ({"out": PACKED_LSE}, ValueError, "out: ", "shape (10, 4, 6)", "got (4, 10)"),
+    (
+        {"out": (None, A((1, 4, 10))), "return_lse": True},
+        *(ValueError, "lse of out: ", "shape (4, 10)", "got (1, 4, 10)"),
+    ),
+    # offsets
+    *(
+        ({name: value}, TypeError, f"{name}: ", KINDS, f"got {kind}")
+        for name in ("cu_seqlens_q", "cu_seqlens_k")
+        for value, kind in [(None, "NoneType"), ([0, 3, 10], "list"), ((0, 3), "tuple"), (3, "int")]
+    ),
+    *(
+        ({OFFSETS[:-2]: CU_Q.astype(dtype)}, TypeError, OFFSETS, "int32 or int64", f"got {got}")
+        for dtype, got in [
+            *((name, name) for name in ("float64", "float32", "uint32", "uint64", "int16", "bool")),
+            ("object", "object"),
+            (np.dtype(np.int64).newbyteorder(), ">i8"),
+        ]
+    ),
+    *(
+        ({OFFSETS[:-2]: np.zeros(shape, int)}, ValueError, OFFSETS, "expected one axis", f"{shape}")
+        for shape in [(), (0,), (1, 3), (3, 1)]
+    ),
+    *(
+        ({OFFSETS[:-2]: np.array(x, dtype)}, ValueError, OFFSETS, RANGE, f"got [{start}")
+        for dtype in (np.int32, np.int64)
+        for x, start in [
+            ([0, 3, 2], "0 3 2]"),
+            ([5, 0, 10], " 5  0 10]"),
+            ([10, 3, 0], "10  3  0]"),
+            ([0, 3, 11], " 0  3 11]"),
+            ([11, 11, 11], "11 11 11]"),
+            ([-1, 3, 10], "-1  3 10]"),
+            ([-3, -2, -1], "-3 -2 -1]"),
+            ([0, 2**31 - 1, 10], " "),
+            ([5, -(2**31), -1, 10], " "),  # differences of 32 bits are all positive
+        ]
+    ),
+    ({OFFSETS[:-2]: np.array([5, -(2**63), -1, 10])}, ValueError, OFFSETS, RANGE, "got ["),
+    ({OFFSETS[:-2]: np.array([0, 2**63 - 1, 10])}, ValueError, OFFSETS, RANGE, "got ["),
+    ({OFFSETS[:-2]: np.arange(20)}, ValueError, OFFSETS, RANGE, "got [ 0  1  2 ... 17 18 19]"),
+    ({OFFSETS[:-2]: np.ma.array(CU_Q)}, TypeError, OFFSETS, "a masked array"),
+    (
+        {"cu_seqlens_k": np.array([0, 5, 13])},
+        *(ValueError, "cu_seqlens_k: ", "expected offsets from 0 to 12", "got [ 0  5 13]"),
+    ),
+    *(
+        ({"cu_seqlens_k": np.array(x)}, ValueError, "cu_seqlens_k: ", "3 offsets, as", f"got {n}")
+        for x, n in [([0], 1), ([0, 12], 2), ([0, 1, 2, 3], 4)]
+    ),
+    # hints
+    *(
+        ({name: hint}, TypeError, f"{name}: ", "expected an int or None", f"got {got}")
+        for name in ("max_seqlen_q", "max_seqlen_k")
+        for hint, got in [
+            (7.0, "float"),
+            (True, "bool"),
+            (np.True_, "bool"),
+            ("7", "str"),
+            ([7], "list"),
+            (np.array([7]), "array([7])"),
+            (np.array(7.0), "array(7.)"),
+            (np.array(True), "array(True)"),
+        ]
+    ),
+    *(
+        ({name: hint}, ValueError, f"{name}: ", "expected a length", f"got {hint}")
+        for name in ("max_seqlen_q", "max_seqlen_k")
+        for hint in (-1, -(2**70))
+    ),
+    # bias and mask
+    *(
+        ({name: A(shape, dtype)}, ValueError, f"{name}: ", PACKED_PAIRS, f"got {shape}")
+        for name, dtype in [("bias", "float32"), ("mask", "bool")]
+        for shape in [(), (7,), (4, 7, 7), (3, 4, 7, 7), (2, 2, 7, 7), (0, 4, 7, 7), (2, 0, 7, 7)]
+    ),
+    *(
+        ({name: A(shape, dtype)}, ValueError, f"{name}: ", f"an axis of {what}", f"shape {shape}")
+        for name, dtype in [("bias", "float32"), ("mask", "bool")]
+        for shape, what in [
+            ((6, 7), "queries of length 1 or of at least the longest entry's 7"),
+            ((2, 4, 6, 7), "queries"),
+            ((0, 7), "queries"),
+            ((7, 6), "keys of length 1 or of at least the longest entry's 7"),
+            ((1, 1, 1, 2), "keys"),
+            ((7, 0), "keys"),
+        ]
+    ),
+    # heads, of entries
+    *(
+        ({"alibi_slopes": A(shape)}, ValueError, "alibi_slopes: ", SLOPES, f"got {shape}")
+        for shape in [(1, 4), (10, 4), (2,), (4, 10)]
+    ),
+    ({"sinks": A((2, 4))}, ValueError, "sinks: ", "(4,) (the heads of q)", "got (2, 4)"),
+    ({"dropout_p": 0.5}, ValueError, "seed: ", "int, or an array of one int64"),
+]
+
+NAMES = "expected some of ['q', 'k', 'v'], the call's arrays"
+ALL_NAMES = "expected some of ['q', 'k', 'v', 'bias', 'sinks'], the call's arrays"
+WITH_BOTH = {"bias": BIAS, "sinks": SINKS}
+FIVE = "expected (dq, dk, dv[, dbias[, dsinks]])"
+
+OPTION_BACKWARD_ERRORS = [
+    # wrt
+    *(
+        ({"wrt": wrt}, ValueError, "wrt: ", NAMES, f"got {got}")
+        for wrt, got in [
+            ("bias", "'bias'"),
+            (("q", "sinks"), "'sinks'"),
+            ("dq", "'dq'"),
+            ("qkv", "'qkv'"),
+            ("", "''"),
+            (["x"], "'x'"),
+            ([None], "None"),
+            ([["q"]], "['q']"),
+            (b"q", "113"),
+            (np.zeros((1, 2)), "array([0., 0.])"),
+        ]
+    ),
+    ({"wrt": ("q", "mask"), **WITH_BOTH}, ValueError, "wrt: ", ALL_NAMES, "got 'mask'"),
+    *(
+        ({"wrt": wrt}, TypeError, "wrt: ", "expected names out of ['q', 'k', 'v']", f"got {kind}")
+        for wrt, kind in [(0, "int"), (True, "bool"), (np.array("q"), "ndarray")]
+    ),
+    # out
+    *(
+        ({"out": (None,) * n, **WITH_BOTH}, TypeError, "out: ", FIVE, f"got tuple of {n}")
+        for n in (0, 2, 6)
+    ),
+    ({"out": [None] * 6}, TypeError, "out: ", FIVE, "got list of 6"),
+    ({"out": {}}, TypeError, "out: ", FIVE, "got dict"),
+    *(
+        (
+            {"out": tuple(x if n == at else None for n in range(5)), **changes},
+            *(ValueError, "out: ", f"{name} is not computed by this call", "pass None"),
+        )
+        for at, name, x, changes in [
+            (3, "dbias", BIAS, {}),
+            (3, "dbias", BIAS, {"sinks": SINKS}),
+            (3, "dbias", BIAS, {"wrt": "q", **WITH_BOTH}),
+            (4, "dsinks", SINKS, {}),
+            (4, "dsinks", SINKS, {"bias": BIAS}),
+            (4, "dsinks", SINKS, {"wrt": ("q", "bias"), **WITH_BOTH}),
+            (0, "dq", FORWARD["q"], {"wrt": ("k", "v")}),
+            (1, "dk", FORWARD["k"], {"wrt": ("v",)}),
+            (2, "dv", FORWARD["v"], {"wrt": ("k",)}),
+            (2, "dv", FORWARD["v"], {"wrt": ()}),
+        ]
+    ),
+    *(
+        ({"out": (None, None, None, x), **WITH_BOTH}, error, "dbias of out: ", expected, got)
+        for x, error, expected, got in [
+            (0.0, TypeError, KINDS, "got float"),
+            (A((3, 5), "float64"), TypeError, "dtype float32", "got float64"),
+            (A((3, 5), "float16"), TypeError, "dtype float32", "got float16"),
+            (A((5, 3)), ValueError, "shape (3, 5)", "got (5, 3)"),
+            (A((1, 1, 3, 5)), ValueError, "shape (3, 5)", "got (1, 1, 3, 5)"),
+            (FULL_BIAS, ValueError, "shape (3, 5)", "got (2, 4, 3, 5)"),
+            (Same("bias"), ValueError, "shares memory with bias", "another array"),
+        ]
+    ),
+    *(
+        ({"out": (*(None,) * 4, x), **WITH_BOTH}, error, "dsinks of out: ", expected, got)
+        for x, error, expected, got in [
+            (0.0, TypeError, KINDS, "got float"),
+            (A((4,), "float16"), TypeError, "dtype float32", "got float16"),
+            (A((1, 4)), ValueError, "shape (4,)", "got (1, 4)"),
+            (Same("sinks"), ValueError, "shares memory with sinks", "another array"),
+        ]
+    ),
+    (
+        {"bias": FULL_BIAS, "mask": A((3, 5), "bool"), "workspace": A((10,), "uint8")},
+        *(ValueError, "workspace: ", f"at least {WORKSPACE} uint8", "got shape (10,)"),
+    ),
+]
+
+PACKED_BACKWARD_ERRORS = [
+    *(
+        ({name: A(shape)}, ValueError, f"{name}: ", "shape (10, 4, 6)", f"got {shape}")
+        for name in ("dout", "output")
+        for shape in [(10, 4, 8), (1, 10, 4, 6), (4, 10, 6)]
+    ),
+    *(
+        ({name: A(shape)}, ValueError, f"{name}: ", "shape (4, 10)", f"got {shape}")
+        for name in ("lse", "dlse")
+        for shape in [(10, 4), (1, 4, 10), (2, 4, 7)]
+    ),
+    ({"wrt": "cu_seqlens_q"}, ValueError, "wrt: ", NAMES, "got 'cu_seqlens_q'"),
+    (
+        {"bias": A((7, 9)), "out": (None, None, None, A((7, 7)))},
+        *(ValueError, "dbias of out: ", "shape (7, 9)", "got (7, 7)"),
+    ),
+    (
+        {"workspace": A((159,), "uint8")},
+        *(ValueError, "workspace: ", "at least 160 uint8", "got shape (159,)"),
+    ),
+    ({"cu_seqlens_q": np.array([0, 3, 11])}, ValueError, OFFSETS, RANGE, "got [ 0  3 11]"),
+    ({"max_seqlen_k": 0.5}, TypeError, "max_seqlen_k: ", "expected an int", "got float"),
+]
+
+
 @pytest.mark.parametrize("row", FORWARD_ERRORS, ids=lambda row: f"{row[2]}{row[-1]}")
 def test_errors_of_attention(backend: Backend, launches: list[str], row: tuple) -> None:
     changes, error, *parts = row
@@ -317,6 +691,46 @@ def test_errors_of_attention_backward(backend: Backend, launches: list[str], row
     assert not launches
 
 
+@pytest.mark.parametrize("row", OPTION_ERRORS, ids=lambda row: f"{row[2]}{row[-1]}")
+def test_errors_of_options(backend: Backend, launches: list[str], row: tuple) -> None:
+    changes, error, *parts = row
+    raises(error, tuple(parts), forward, backend, changes)
+    raises(error, tuple(parts), backward, backend, half(BACKWARD, changes) | changes)
+    assert not launches
+
+
+def half(call: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """What else of a backward call must change if q is changed to float16."""
+    if changes.get("q", FORWARD["q"]).dtype != "float16":
+        return {}
+    return {name: call[name]._replace(dtype="float16") for name in ("dout", "output")}
+
+
+@pytest.mark.parametrize("row", PACKED_ERRORS, ids=lambda row: f"{row[2]}{row[-1]}")
+def test_errors_of_attention_varlen(backend: Backend, launches: list[str], row: tuple) -> None:
+    changes, error, *parts = row
+    raises(error, tuple(parts), varlen, backend, changes)
+    if not {"out", "return_lse"} & changes.keys():
+        raises(error, tuple(parts), varlen_backward, backend, changes)
+    assert not launches
+
+
+@pytest.mark.parametrize("row", OPTION_BACKWARD_ERRORS, ids=lambda row: f"{row[2]}{row[-1]}")
+def test_errors_of_gradients_of_options(backend: Backend, launches: list[str], row: tuple) -> None:
+    changes, error, *parts = row
+    raises(error, tuple(parts), backward, backend, changes)
+    assert not launches
+
+
+@pytest.mark.parametrize("row", PACKED_BACKWARD_ERRORS, ids=lambda row: f"{row[2]}{row[-1]}")
+def test_errors_of_attention_varlen_backward(
+    backend: Backend, launches: list[str], row: tuple
+) -> None:
+    changes, error, *parts = row
+    raises(error, tuple(parts), varlen_backward, backend, changes)
+    assert not launches
+
+
 def test_the_calls_that_the_tables_change_are_right(backend: Backend, launches: list[str]) -> None:
     forward(backend, {})
     forward(backend, {"out": (OUT, LSE), "return_lse": True})
@@ -324,6 +738,12 @@ def test_the_calls_that_the_tables_change_are_right(backend: Backend, launches: 
     backward(backend, {"dlse": LSE, "workspace": A((WORKSPACE,), "uint8")})
     backward(backend, {"out": tuple(FORWARD.values())})
     assert launches == ["forward"] * 2 + ["backward"] * 3
+    launches.clear()
+    varlen(backend, {})
+    varlen(backend, {"out": (PACKED_OUT, PACKED_LSE), "return_lse": True})
+    varlen_backward(backend, {"dlse": PACKED_LSE, "workspace": A((160,), "uint8")})
+    backward(backend, {**WITH_BOTH, "out": (None, None, None, BIAS, SINKS)})
+    assert launches == ["forward"] * 2 + ["backward"] * 2
 
 
 # --- errors that take more than a change of shape, dtype or value --------------------------------
@@ -488,6 +908,314 @@ def test_gradients_that_overlap(backend: Backend, launches: list[str]) -> None:
 # --- what arguments mean -------------------------------------------------------------------------
 
 
+def accepted(call: Any, backend: Backend, launches: list[str], **changes: Any) -> Any:
+    """Return what a call returns that no table has, and that reaches the kernels."""
+    launches.clear()
+    result = call(backend, changes)
+    assert len(launches) == 1
+    return result
+
+
+def test_numbers_that_options_may_be(backend: Backend) -> None:
+    for value in (0, 0.0, -0.0, np.float32(0), Fraction(0), np.array(0.0)):
+        got = read(backend, softcap=value, dropout_p=value)
+        assert got.softcap == got.dropout_p == 0 and got.features == ()
+        assert type(got.softcap) is type(got.dropout_p) is float
+    for kind in (float, np.float16, np.longdouble, ml_dtypes.bfloat16, Fraction, np.array):
+        got = read(backend, softcap=kind(0.5), dropout_p=kind(0.25), seed=1)
+        assert (got.softcap, got.dropout_p) == (0.5, 0.25)
+        assert got.features == ("softcap", "dropout")
+    for value in (3e-39, 3e38, 30, np.uint8(30)):
+        assert read(backend, softcap=value).softcap == float(value)
+    for value in (1, 1.0, 5e-324, np.nextafter(1, 0), np.int8(1)):
+        assert read(backend, dropout_p=value, seed=0).dropout_p == float(value)
+    wide = {name: x._replace(dtype="float64") for name, x in FORWARD.items()}
+    assert read(backend, **wide, softcap=1e-40).softcap == 1e-40
+    assert read(backend, **wide, softcap=1e300).softcap == 1e300
+
+
+@pytest.mark.parametrize(
+    ("seed", "want"),
+    [
+        (0, 0),
+        (-1, 2**64 - 1),
+        (-(2**63), 2**63),
+        (2**64 - 1, 2**64 - 1),
+        (np.int8(-3), 2**64 - 3),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.int64(-(2**63)), 2**63),
+        (np.array(5), 5),
+        (np.array([-5]), 2**64 - 5),
+        (np.array([[[7]]]), 7),
+        (np.array([2**64 - 1], np.uint64), 2**64 - 1),
+        (np.arange(10)[7:8], 7),
+        (np.broadcast_to(np.int64(3), (1, 1)), 3),  # read-only
+    ],
+    ids=repr,
+)
+def test_seeds(backend: Backend, seed: Any, want: int) -> None:
+    """An array of the host is read at once, whatever place q is in."""
+    got = read(backend, dropout_p=0.5, seed=seed)
+    assert got.seed == want and type(got.seed) is int
+    assert read(backend, seed=seed).seed == 0  # without dropout there is nothing to decide
+
+
+def strided(x: np.ndarray) -> np.ndarray:
+    """The same values, in reverse order in every other place."""
+    buffer = np.zeros([2 * n for n in x.shape], x.dtype)
+    view = buffer[(slice(None, None, -2),) * x.ndim]
+    view[...] = x
+    return view
+
+
+PAIR_SHAPES = [
+    *((3, 5), (1, 5), (3, 1), (1, 1), (1, 1, 3, 5), (2, 1, 3, 5), (1, 4, 3, 5), (2, 4, 3, 5)),
+    *((2, 4, 1, 1), (1, 1, 1, 1), (2, 1, 1, 5)),
+]
+
+
+@pytest.mark.parametrize("shape", PAIR_SHAPES)
+def test_bias_and_mask_may_be(backend: Backend, launches: list[str], shape: tuple) -> None:
+    for dtype in (np.float16, np.float32):
+        inputs = {name: x._replace(dtype="float16") for name, x in FORWARD.items()}
+        bias, mask = np.zeros(shape, dtype), np.zeros(shape, bool)
+        wide = np.broadcast_to(np.zeros((1,) * len(shape), dtype), shape)  # also read-only
+        for x in (bias, strided(bias), wide, np.asfortranarray(bias)):
+            x, m = backend.array(x), backend.array(strided(mask))
+            got = read(backend, **inputs, bias=x, mask=m)
+            assert got.bias_shape == (1, 1, *shape)[-4:] and got.features == ("bias", "mask")
+            half_out = OUT._replace(dtype="float16")
+            more = dict(inputs, dout=half_out, output=half_out, bias=x, mask=m)
+            dbias = accepted(backward, backend, launches, **more).dbias
+            assert dbias.shape == shape and dbias.dtype == dtype
+
+
+def test_arrays_of_heads_may_be(backend: Backend, launches: list[str]) -> None:
+    wide = np.broadcast_to(np.float32(1), (2, 4))
+    for slopes in (np.zeros(4, "f4"), np.zeros((2, 4), "f4"), wide):
+        for x in (slopes, strided(slopes)):
+            x = backend.array(x)
+            assert read(backend, alibi_slopes=x).features == ("alibi",)
+    for sinks in (np.zeros(4, "f4"), np.broadcast_to(np.float32(1), (4,))):
+        for x in (sinks, strided(sinks)):
+            grads = accepted(backward, backend, launches, sinks=backend.array(x))
+            assert grads.dsinks.shape == (4,) and grads.dbias is None
+    single = dict(q=A((3, 4, 8)), k=A((5, 2, 8)), v=A((5, 2, 6)))  # no batch: a batch of one
+    read(backend, **single, alibi_slopes=A((1, 4)), bias=A((1, 4, 3, 5)), sinks=A((4,)))
+
+
+@pytest.mark.parametrize("size", [(0, 3, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (2, 3, 5, 0)])
+def test_options_of_zero_sizes(
+    backend: Backend, launches: list[str], size: tuple[int, ...]
+) -> None:
+    batch, sq, sk, heads = size
+    shapes = (batch, sq, heads, 8), (batch, sk, heads, 8), (batch, sk, heads, 6)
+    inputs = dict(zip("qkv", map(A, shapes), strict=True))
+    out, lse = A((batch, sq, heads, 6)), A((batch, heads, sq))
+    for shape in [(batch, heads, sq, sk), (sq, sk), (1, 1)]:
+        changes = dict(inputs, bias=A(shape), mask=A(shape, "bool"), sinks=A((heads,)))
+        changes |= dict(alibi_slopes=A((batch, heads)), dropout_p=0.5, seed=1, softcap=1)
+        accepted(forward, backend, launches, **changes)
+        changes |= dict(dout=out, output=out, lse=lse)
+        grads = accepted(backward, backend, launches, **changes)
+        assert grads.dbias.shape == shape and grads.dsinks.shape == (heads,)
+
+
+@pytest.mark.parametrize(
+    "cu_q",
+    [
+        CU_Q,
+        [0, 0, 0],
+        [10, 10, 10],
+        [0, 0, 10],
+        [0, 10, 10],
+        [4, 4, 9],  # rows before and behind
+        [9, 9, 10],
+    ],
+)
+def test_offsets_may_be(backend: Backend, launches: list[str], cu_q: Any) -> None:
+    for dtype in (np.int32, np.int64):
+        x = np.array(cu_q, dtype)
+        readonly = x.copy()
+        readonly.flags.writeable = False
+        for y in (x, strided(x), readonly, Dlpack(x)):
+            assert accepted(varlen, backend, launches, cu_seqlens_q=y).shape == PACKED_OUT.shape
+            result = accepted(
+                varlen, backend, launches, cu_seqlens_q=y, cu_seqlens_k=CU_K.astype(np.int32)
+            )
+            assert result.shape == PACKED_OUT.shape
+            accepted(varlen_backward, backend, launches, cu_seqlens_q=y)
+
+
+def test_offsets_of_nothing(backend: Backend, launches: list[str]) -> None:
+    none = dict(cu_seqlens_q=np.array([0]), cu_seqlens_k=np.array([3]))
+    more = dict(bias=A((0, 0)), mask=A((0, 4, 1, 1), "bool"), alibi_slopes=A((0, 4)))
+    assert accepted(varlen, backend, launches, **none, **more).shape == PACKED_OUT.shape
+    assert accepted(varlen_backward, backend, launches, **none, **more).dbias.shape == (0, 0)
+    nothing = dict(q=A((0, 4, 8)), k=A((0, 2, 8)), v=A((0, 2, 6)))
+    for cu in ([0], [0, 0, 0]):
+        cu = dict(cu_seqlens_q=np.array(cu), cu_seqlens_k=np.array(cu))
+        assert accepted(varlen, backend, launches, **nothing, **cu).shape == (0, 4, 6)
+
+
+@pytest.mark.parametrize(
+    "shape", [(7, 7), (7, 9), (1, 7), (7, 1), (1, 1), (2, 4, 8, 7), (1, 1, 7, 7)]
+)
+def test_bias_of_packed_entries(backend: Backend, launches: list[str], shape: tuple) -> None:
+    grads = accepted(
+        varlen_backward, backend, launches, bias=A(shape), mask=A(shape, "bool"), sinks=SINKS
+    )
+    assert grads.dbias.shape == shape
+
+
+def test_hints_may_be_any_length(backend: Backend, launches: list[str]) -> None:
+    for hint in (0, 1, 7, 2**70, np.int8(3), np.uint64(3), np.array(3), None):
+        accepted(varlen, backend, launches, max_seqlen_q=hint, max_seqlen_k=hint)
+        accepted(varlen_backward, backend, launches, max_seqlen_q=hint, max_seqlen_k=hint)
+
+
+def test_packed_problem(backend: Backend) -> None:
+
+    def read_packed(layout: str = "bshd", **changes: Any) -> Any:
+        arguments = resolve(backend, {**PACKED, **changes}).values()
+        none = (0.0, None, None, None, None, 0.0, None)
+        return problem.read_packed(*arguments, None, None, None, False, (-1, -1), layout, *none)
+
+    got, inputs = read_packed()
+    assert got.is_packed and got.features == ("packed",)
+    assert (got.batch, got.seqlen_q, got.seqlen_kv) == (2, TOTAL_Q, TOTAL_K)
+    assert got.rows == HQ * TOTAL_Q
+    assert inputs.cu_seqlens_q.shape == inputs.cu_seqlens_kv.shape == (3,)
+    turned = dict(q=A((4, 10, 8)), k=A((2, 12, 8)), v=A((2, 12, 6)), layout="bhsd")
+    assert read_packed(**turned)[0] == got
+
+
+WANTED = [
+    (None, {"q", "k", "v", "bias", "sinks"}),
+    ((), set()),
+    ([], set()),
+    ("q", {"q"}),
+    ("bias", {"bias"}),
+    (("q", "q"), {"q"}),
+    (["sinks", "v"], {"v", "sinks"}),
+    ({"k": 1}, {"k"}),
+    ({"k", "v"}, {"k", "v"}),
+    (np.array(["q", "bias"]), {"q", "bias"}),
+]
+
+
+@pytest.mark.parametrize(("wrt", "want"), WANTED, ids=str)
+def test_wrt_may_be(backend: Backend, launches: list[str], wrt: Any, want: set[str]) -> None:
+    grads = accepted(backward, backend, launches, **WITH_BOTH, wrt=wrt)
+    for name in ("q", "k", "v", "bias", "sinks"):
+        assert (getattr(grads, f"d{name}") is not None) == (name in want)
+
+
+def test_out_of_three_to_five(backend: Backend, launches: list[str]) -> None:
+    arrays = resolve(backend, dict(q=FORWARD["q"], **WITH_BOTH))
+    for out in (
+        (None,) * 3,
+        [None] * 4,
+        (None,) * 5,
+        (arrays["q"], None, None),
+        (None, None, None, arrays["bias"]),
+        [arrays["q"], None, None, arrays["bias"], arrays["sinks"]],
+    ):
+        grads = accepted(backward, backend, launches, **WITH_BOTH, out=out)
+        got = (*grads, grads.dbias, grads.dsinks)
+        assert all(x is y for x, y in zip(got, out, strict=False) if y is not None)
+    accepted(backward, backend, launches, out=(None,) * 5)  # None is no destination
+
+
+def elsewhere(x: np.ndarray) -> arrays.View:
+    """An array that claims to lie on a GPU."""
+    return arrays.view(x)._replace(device=0)
+
+
+ELSEWHERE = {
+    "bias": np.zeros((3, 5), "f4"),
+    "mask": np.zeros((3, 5), bool),
+    "alibi_slopes": np.zeros(4, "f4"),
+    "sinks": np.zeros(4, "f4"),
+    "seed": np.zeros(1, np.int64),
+}
+PLACE = "expected an array in the same place as q"
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_arrays_of_options_lie_where_q_lies(launches: list[str], name: str) -> None:
+    changes = {name: elsewhere(ELSEWHERE[name]), "dropout_p": 0.5 * (name == "seed")}
+    parts = f"{name}: ", PLACE, "(host memory)", "got one in GPU 0"
+    for call in (forward, backward):
+        raises(TypeError, parts, call, Backend("cpu", np), changes)
+    assert not launches
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_offsets_of_numpy_arrays_lie_on_the_host(launches: list[str], name: str) -> None:
+    parts = f"{name}: ", PLACE, "(host memory)", "got one in GPU 0"
+    for call in (varlen, varlen_backward):
+        raises(TypeError, parts, call, Backend("cpu", np), {name: elsewhere(CU_Q)})
+    assert not launches
+
+
+def test_destinations_that_share_memory_with_options(launches: list[str]) -> None:
+    backend = Backend("cpu", np)
+    flat = np.zeros(1000, "f4")
+    dq = flat[: np.prod((BATCH, SQ, HQ, D))].reshape(BATCH, SQ, HQ, D)
+    bias, sinks, slopes = flat[100:115].reshape(3, 5), flat[10:14], flat[20:28].reshape(2, 4)
+    mask, seed = flat.view(bool)[:15].reshape(3, 5), flat.view(np.int64)[30:31]
+    for name, x in {"bias": bias, "mask": mask, "alibi_slopes": slopes, "sinks": sinks}.items():
+        changes = {name: x, "out": (dq, None, None)}
+        message = f"dq of out: shares memory with {name}, which this call also uses"
+        raises(ValueError, (message,), backward, backend, changes)
+        if name != "mask":
+            message = f"out: shares memory with {name}"
+            out = flat[:144].reshape(OUT.shape)
+            raises(ValueError, (message,), forward, backend, {name: x, "out": out})
+    other = flat[500:504]
+    for out, message in [
+        ((None, None, None, flat[105:120].reshape(3, 5)), "dbias of out: shares memory with bias"),
+        ((None, None, None, None, flat[12:16]), "dsinks of out: shares memory with sinks"),
+        ((None, None, None, flat[490:505].reshape(3, 5), other), "dsinks of out: shares memory wi"),
+        ((None, None, None, np.broadcast_to(flat[:5], (3, 5))), "dbias of out: expected a writab"),
+        ((None, None, None, as_strided(flat, (3, 5), (0, 4))), "dbias of out: expected an array w"),
+        ((None, None, None, None, as_strided(flat, (4,), (0,))), "dsinks of out: expected an arr"),
+    ]:
+        raises(ValueError, (message,), backward, backend, dict(bias=bias, sinks=sinks, out=out))
+    cu = np.frombuffer(flat[:6], np.int64)
+    packed_out = flat[:240].reshape(PACKED_OUT.shape)
+    message = "out: shares memory with cu_seqlens_q"
+    raises(ValueError, (message,), varlen, backend, {"cu_seqlens_q": cu, "out": packed_out})
+    assert not launches
+    # The number was taken out of the array, so that may be written to.
+    accepted(backward, backend, launches, dropout_p=0.5, seed=seed, out=(dq, None, None))
+    interleaved = np.zeros((3, 10), "f4")  # neighbours do not overlap
+    out = (None, None, None, interleaved[:, 1::2])
+    accepted(backward, backend, launches, bias=interleaved[:, ::2], out=out)
+
+
+def test_options_of_other_kinds(tmp_path: Any, launches: list[str]) -> None:
+    """Subclasses, files and unaligned arrays are arrays; masked arrays are not."""
+    backend = Backend("cpu", np)
+    np.zeros((3, 5), "f4").tofile(tmp_path / "bias")
+    mapped = np.memmap(tmp_path / "bias", "f4", mode="r", shape=(3, 5))
+    for bias in (mapped, packed((3, 5)), Dlpack(np.zeros((3, 5), "f4"))):
+        assert accepted(backward, backend, launches, bias=bias).dbias.shape == (3, 5)
+    records = np.zeros(3, np.dtype([("tag", "u1"), ("x", np.int64)]))
+    records["x"] = CU_Q
+    accepted(varlen, backend, launches, cu_seqlens_q=records["x"])
+    launches.clear()
+    for name in ("bias", "mask", "alibi_slopes", "sinks"):
+        x = np.ma.zeros((3, 5), bool if name == "mask" else "f4")
+        raises(TypeError, (f"{name}: a masked array",), forward, backend, {name: x})
+    swapped = np.dtype("f4").newbyteorder()
+    for name in ("bias", "alibi_slopes", "sinks"):
+        x = np.zeros((3, 5), swapped)
+        raises(TypeError, (f"{name}: expected dtype", "got >f4"), forward, backend, {name: x})
+    assert not launches
+
+
 def read(backend: Backend, **changes: Any) -> problem.Problem:
     options = dict(scale=None, causal=False, window=(-1, -1), layout="bshd")
     return problem.read(**resolve(backend, {**FORWARD, **options, **changes}))[0]
@@ -570,8 +1298,10 @@ def test_windows(backend: Backend, window: Any, want: tuple[int, int]) -> None:
     got = read(backend, window=window)
     assert (got.window_left, got.window_right) == want
     for causal in (True, np.True_):
-        assert read(backend, window=window, causal=causal)[-2:] == (left, 0)
-    assert read(backend, window=window, causal=np.False_)[-2:] == (left, right)
+        got = read(backend, window=window, causal=causal)
+        assert (got.window_left, got.window_right) == (left, 0)
+    got = read(backend, window=window, causal=np.False_)
+    assert (got.window_left, got.window_right) == (left, right)
 
 
 @pytest.mark.parametrize("kind", [
