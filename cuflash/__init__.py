@@ -8,6 +8,7 @@ from .api import (
     attention_varlen,
     attention_varlen_backward,
     attention_vjp,
+    merge_states,
 )
 from .gradients import Gradients
 
@@ -20,5 +21,6 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_vjp",
+    "merge_states",
     "reference",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 from . import arrays, launch
 from .arrays import View
 from .gradients import Gradients
+from .merge import MergeDestinations, read_merge, read_pair
 from .problem import (
     Arrays,
     Destinations,
@@ -26,6 +27,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_vjp",
+    "merge_states",
 ]
 
 
@@ -407,6 +409,64 @@ def attention_varlen_backward(
     problem, inputs = read_packed(q, k, v, *offsets, scale, causal, window, layout, *options)
     inputs = read_backward(problem, inputs, dout, output, lse, dlse)
     return _backward(problem, inputs, wrt, out, workspace)
+
+
+def merge_states(outs: Any, lses: Any, *, layout: str = "bshd", out: Any = None) -> tuple[Any, Any]:
+    """Merge results over disjoint sets of keys into the result over all of them, exactly.
+
+    For keys and values that lie in pieces: on several devices, in pages, or partly in a cache.
+
+    Parameters
+    ----------
+    outs : list or tuple of arrays, shape (batch, seqlen_q, heads, dim) or (seqlen_q, heads, dim)
+        The output of each part, all of one dtype, shape and place; any strides. Results of
+        `attention_varlen` have three axes as well.
+    lses : list or tuple of arrays, shape (batch, heads, seqlen_q) or (heads, seqlen_q)
+        The logarithms of the sums of exponentials, float32 (float64 for float64), as
+        ``attention(..., return_lse=True)`` returns them. If `sinks` were given, then to one part
+        only: a sink must be counted once.
+    layout : {"bshd", "bhsd"}
+        "bhsd" if outs are (batch, heads, seqlen_q, dim) or (heads, seqlen_q, dim).
+    out : (array or None, array or None), optional
+        Where to write the results: their shapes and dtypes, no memory shared with an input.
+
+    Returns
+    -------
+    out : array, of the shape and dtype of the outs
+        ``sum_n exp(lses[n] - lse) * outs[n]``; 0 in rows where no part saw a key.
+    lse : array, of the shape and dtype of the lses
+        ``log(sum_n exp(lses[n]))``; -inf in rows where no part saw a key.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `attention`.
+
+    Notes
+    -----
+    Sums are computed in float32 (float64 for float64), in the order of the parts, and rounded once,
+    however many parts there are. A part whose weight is 0, since its lse is -inf or far below that
+    of another, counts for nothing, whatever its out holds. Where an lse is NaN or +inf, out is NaN
+    and lse is that.
+
+    The gradient of a merge with respect to its lses is what the backward functions take as `dlse`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 100, 8, 64), np.float32)
+    >>> parts = [slice(0, 30), slice(30, 100)]
+    >>> results = [cuflash.attention(q, k[:, s], v[:, s], return_lse=True) for s in parts]
+    >>> out, lse = cuflash.merge_states(*zip(*results))
+    """
+    problem, parts = read_merge(outs, lses, layout)
+    to_out, to_lse = read_pair(out)
+    with arrays.on(parts.device):
+        to = MergeDestinations(parts)
+        result = to.result("out", to_out, parts.outs[0].shape, parts.outs[0].dtype)
+        lse = to.result("lse of out", to_lse, parts.lses[0].shape, parts.lses[0].dtype)
+        launch.merge(problem, parts, result, lse)
+    return _given(to_out, result), _given(to_lse, lse)
 
 
 def _forward(

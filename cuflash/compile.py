@@ -24,7 +24,7 @@ from . import host, source
 from .cache import cached
 from .device import Device
 from .dtypes import DTYPES
-from .plan import KernelPlan
+from .plan import UnitPlan
 
 __all__ = ["CpuKernel", "GpuKernel", "Usage", "cubin", "host_library", "kernel", "nvrtc_version"]
 
@@ -38,7 +38,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 
 
-def translation_unit(plan: KernelPlan, *, cpu: bool) -> str:
+def translation_unit(plan: UnitPlan, *, cpu: bool) -> str:
     """Return the source text of a kernel: the plan's constants, then the kernel's file."""
     lines = ['#include "host/cuda.h"'] if cpu else []
     lines += ['#include "parts/types.cuh"', "namespace plan {"]
@@ -46,7 +46,7 @@ def translation_unit(plan: KernelPlan, *, cpu: bool) -> str:
     lines += [f"constexpr {kind} {name} = {value};" for kind, name, value in plan.constants()]
     lines += ["}  // namespace plan", f'#include "attention/{plan.kernel}.cu"']
     if cpu:
-        lines += [f"#define CUFLASH_KERNEL {plan.kernel}", "#define CUFLASH_PARAMS Params"]
+        lines += [f"#define CUFLASH_KERNEL {plan.kernel}", f"#define CUFLASH_PARAMS {plan.params}"]
         lines += ['#include "host/entry.h"']
     return "\n".join(lines) + "\n"
 
@@ -113,7 +113,7 @@ def _nvrtc_options(target: str) -> tuple[str, ...]:
     )
 
 
-def compile_cubin(text: str, plan: KernelPlan, device: Device) -> tuple[bytes, str]:
+def compile_cubin(text: str, plan: UnitPlan, device: Device) -> tuple[bytes, str]:
     """Compile a translation unit; returns the cubin and the compiler's log. Needs no GPU."""
     name, target = plan.kernel, _target(device) + plan.target_suffix
     nvrtc = _nvrtc()
@@ -155,7 +155,7 @@ def usage(log: str) -> Usage:
     )
 
 
-def cubin(plan: KernelPlan, device: Device) -> Path:
+def cubin(plan: UnitPlan, device: Device) -> Path:
     """Return the compiled kernel of a plan, from the disk cache where it is there."""
     text = translation_unit(plan, cpu=False)
     target = _target(device) + plan.target_suffix
@@ -173,7 +173,7 @@ def cubin(plan: KernelPlan, device: Device) -> Path:
 class GpuKernel:
     """A kernel on one GPU, which must be the current one when it is made and launched."""
 
-    def __init__(self, plan: KernelPlan, device: Device) -> None:
+    def __init__(self, plan: UnitPlan, device: Device) -> None:
         import cupy
 
         raw = cupy.RawModule(path=str(cubin(plan, device))).get_function(plan.kernel)
@@ -213,7 +213,7 @@ def _runtime() -> host.Runtime:
     return host.Runtime(_library("executor", '#include "host/executor.cpp"\n', is_kernel=False))
 
 
-def host_library(plan: KernelPlan) -> Path:
+def host_library(plan: UnitPlan) -> Path:
     """Return the kernel of a plan as a shared library for the CPU back end."""
     return _library(plan.kernel, translation_unit(plan, cpu=True), is_kernel=True)
 
@@ -221,7 +221,7 @@ def host_library(plan: KernelPlan) -> Path:
 class CpuKernel:
     """A kernel for the CPU back end."""
 
-    def __init__(self, plan: KernelPlan) -> None:
+    def __init__(self, plan: UnitPlan) -> None:
         self.plan = plan
         self._kernel = host.HostKernel(_runtime(), host_library(plan), plan.kernel)
 
@@ -238,10 +238,10 @@ class CpuKernel:
         )
 
 
-_kernels: dict[tuple[KernelPlan, int | None], Any] = {}
+_kernels: dict[tuple[UnitPlan, int | None], Any] = {}
 
 
-def kernel(plan: KernelPlan, device: Device, index: int | None) -> Any:
+def kernel(plan: UnitPlan, device: Device, index: int | None) -> Any:
     """Return the kernel of a plan on the GPU with this index (None: on the CPU).
 
     Compiled at most once, also when several threads ask at once.

@@ -18,11 +18,12 @@ from typing import Any, Literal
 
 from . import arrays, compile, device, host, select
 from .arrays import View
-from .params import Operands, pack
-from .plan import PARAMS_BYTES, KernelPlan
+from .merge import Merge, Parts
+from .params import Operands, pack, pack_merge
+from .plan import KernelPlan, MergeStates, UnitPlan
 from .problem import Arrays, Problem, Traits
 
-__all__ = ["backward", "forward", "host_seed", "workspace_bytes"]
+__all__ = ["backward", "forward", "host_seed", "merge", "workspace_bytes"]
 
 _MAX_BLOCKS = 2**31 - 1
 
@@ -86,13 +87,13 @@ class _Params(threading.local):
     The driver copies the parameters when a kernel is launched, so one room a thread is enough.
     """
 
-    def __init__(self) -> None:
-        self.bytes = ctypes.create_string_buffer(PARAMS_BYTES)
+    def __init__(self, plan: type[UnitPlan]) -> None:
+        self.bytes = ctypes.create_string_buffer(plan.params_bytes)
         self._list = (ctypes.c_void_p * 1)(ctypes.addressof(self.bytes))
         self.list = ctypes.addressof(self._list)
 
 
-_params = _Params()
+_params, _merge_params = _Params(KernelPlan), _Params(MergeStates)
 
 
 def _stream() -> Any:
@@ -165,6 +166,46 @@ def _run(
         if blocks:
             kernel.launch(blocks, *call)
     del owner, cu_q, cu_kv  # not before here: their memory may be given away
+
+
+def merge(problem: Merge, parts: Parts, out: View, lse: View) -> None:
+    """Fill `out` and `lse` with what the parts are together."""
+    plan, kernel = _merge_kernel(problem.dtype.name, parts.device)
+    firsts = range(0, len(parts.outs), plan.max_parts)
+    states, sums, size, owner = 0, 0, 0, None
+    if len(firsts) > 1:
+        states_bytes, sums_bytes = plan.scratch_bytes(problem)
+        size = states_bytes + sums_bytes
+        states, owner = arrays.scratch(out, size)
+        sums = states + states_bytes
+        if parts.device is not None and _stream().is_capturing():
+            _captured.append(owner)
+    buffers = []
+    if parts.device is None:
+        for name, views in (("outs", parts.outs), ("lses", parts.lses)):
+            buffers += [(f"{name}[{n}]", *arrays.extent(x), False) for n, x in enumerate(views)]
+        buffers += [(name, *arrays.extent(x), True) for name, x in (("out", out), ("lse", lse))]
+        if size:
+            buffers.append(("workspace", states, states + size, True))
+    room = _merge_params
+    for scan in (True, False) if size else (False,):
+        blocks = min(plan.parts(problem, scan), _MAX_BLOCKS)
+        for first in firsts if blocks else ():
+            to, scratch = (out, lse), (states, sums)
+            pack_merge(room.bytes, plan, problem, parts, to, scratch, first, scan)
+            if parts.device is None:
+                kernel.launch(blocks, room.bytes.raw, buffers, host_seed())
+            else:
+                kernel.launch(blocks, room.list, _stream().ptr)
+    del owner  # not before here: its memory may be given away
+
+
+@functools.cache
+def _merge_kernel(dtype: str, index: int | None) -> tuple[MergeStates, Any]:
+    """Return the plan of a merge with its kernel, ready to launch on one device."""
+    plan = MergeStates(dtype)
+    facts = device.CPU if index is None else device.gpu(index)
+    return plan, compile.kernel(plan, facts, index)
 
 
 def _on_device(x: View) -> View:

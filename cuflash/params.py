@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of struct Params of ``kernels/attention/params.cuh``: same fields, same order."""
+"""The bytes of the structs that kernels take: same fields, same order.
+
+Params of ``kernels/attention/params.cuh``, and MergeParams of ``merge_states.cu`` beside it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import struct
 from typing import Any, NamedTuple
 
 from .arrays import View
-from .plan import PARAMS_BYTES, dbias_split
+from .merge import Merge, Parts
+from .plan import PARAMS_BYTES, MergeStates, dbias_split
 from .problem import Layout, Problem
 
-__all__ = ["Operands", "pack"]
+__all__ = ["Operands", "pack", "pack_merge"]
 
 
 class Operands(NamedTuple):
@@ -142,3 +146,57 @@ def _heads(x: View) -> tuple[int, ...]:
     """Return struct HeadTensor."""
     batch = x.strides[0] // x.itemsize if len(x.shape) == 2 and x.shape[0] > 1 else 0
     return x.address, batch, x.strides[-1] // x.itemsize
+
+
+# --- merge_states ---------------------------------------------------------------------------------
+
+
+def pack_merge(
+    buffer: Any,
+    plan: MergeStates,
+    merge: Merge,
+    parts: Parts,
+    results: tuple[View, View],
+    scratch: tuple[int, int],
+    first: int,
+    scan: bool,
+) -> None:
+    """Write struct MergeParams of the launch that begins with part `first` into `buffer`.
+
+    `results` are out and lse, `scratch` the addresses of states and sums, or zeros.
+    """
+    end = first + plan.max_parts
+    outs, lses = parts.outs[first:end], parts.lses[first:end]
+    fields: list[int] = []
+    for out, lse in zip(outs, lses, strict=True):
+        fields += _state(out, lse, parts.layout, plan.group)
+    fields += _NO_STATE * (plan.max_parts - len(outs))
+    fields += _state(*results, parts.layout, plan.group)
+    middle, inner = merge.shape[-2:]
+    fields += (*scratch, merge.rows, middle, inner, merge.dim, plan.groups(merge, scan))
+    _MERGE.pack_into(buffer, 0, *fields, len(outs), scan, first == 0, end >= len(parts.outs))
+
+
+_MERGE = struct.Struct("=" + (MergeStates.max_parts + 1) * "Q4qqQ3q" + "QQ5q4i")
+assert _MERGE.size == MergeStates.params_bytes
+
+_NO_STATE = (0,) * 10
+
+
+def _state(out: View, lse: View, layout: Layout, group: int) -> tuple[int, ...]:
+    """Return struct State; its axes are in the order of those of `out`."""
+    size, strides, address = out.itemsize, out.strides, out.address
+    batch, outer, inner, dim = (0,) * (4 - len(strides)) + strides
+    vectors = (
+        dim == size
+        and out.shape[-1] % group == 0
+        and not (address | batch | outer | inner) % (group * size)
+    )
+    wide = lse.itemsize
+    lse_batch, lse_outer, lse_inner = (0,) * (3 - len(lse.strides)) + lse.strides
+    if layout.seq < layout.heads:
+        lse_outer, lse_inner = lse_inner, lse_outer
+    return (
+        *(address, batch // size, outer // size, inner // size, dim // size, vectors),
+        *(lse.address, lse_batch // wide, lse_outer // wide, lse_inner // wide),
+    )

@@ -3,6 +3,7 @@
 
 A call runs the kernels of its plan one after the other, all with the same Params. Each record below
 belongs to one file of ``kernels/attention/``; its fields become ``plan::kTileQ`` and so on there.
+`MergeStates` is the kernel of a call of its own, with parameters of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from .dtypes import DTYPES
+from .merge import Merge
 from .problem import Problem
 
 __all__ = [
@@ -24,8 +26,10 @@ __all__ = [
     "Dsinks",
     "ForwardSimt",
     "KernelPlan",
+    "MergeStates",
     "Plan",
     "SumParts",
+    "UnitPlan",
     "dbias_split",
 ]
 
@@ -34,26 +38,15 @@ PARAMS_BYTES = 896
 
 
 @dataclass(frozen=True)
-class KernelPlan:
-    """The constants of one kernel. `dtype` names the element type.
-
-    The options that a kernel has code for are true; a call may use fewer.
-    """
+class UnitPlan:
+    """The constants of one translation unit. `dtype` names the element type."""
 
     kernel: ClassVar[str]  # the file's stem, the entry point and the name in the cache
-    family: ClassVar[str]
+    params: ClassVar[str] = "Params"  # the type of the kernel's one parameter
+    params_bytes: ClassVar[int] = PARAMS_BYTES  # its size
     target_suffix: ClassVar[str] = ""  # "a": code for this very architecture, as for wgmma
-    results: ClassVar[tuple[str, ...]] = ()  # it runs if one is wanted; (): if any other runs
 
     dtype: str
-    _: KW_ONLY
-    softcap: bool = False
-    bias: bool = False
-    mask: bool = False
-    alibi: bool = False
-    sinks: bool = False
-    dropout: bool = False
-    packed: bool = False
 
     @property
     def threads(self) -> int:
@@ -65,17 +58,9 @@ class KernelPlan:
         """Dynamic shared memory of a block: sizeof(Smem)."""
         return 0
 
-    def parts(self, problem: Problem) -> int:
-        """Return how many blocks the problem is cut into."""
-        raise NotImplementedError
-
-    def scratch(self, problem: Problem) -> dict[str, int]:
-        """Return the bytes of workspace that the kernel fills, by the names of Params."""
-        return {}
-
     def constants(self) -> Iterator[tuple[str, str, str]]:
         """Yield C++ type, name and value of each constant of namespace plan."""
-        yield "int", "kParamsBytes", str(PARAMS_BYTES)
+        yield "int", "kParamsBytes", str(self.params_bytes)
         yield "int", "kThreads", str(self.threads)
         yield "int", "kSmemBytes", str(self.smem_bytes)
         for field in dataclasses.fields(self):
@@ -87,6 +72,34 @@ class KernelPlan:
                 yield "int", name, str(value)
             elif field.name != "dtype":
                 raise TypeError(f"{field.name}: constants are bool or int, got {value!r}")
+
+
+@dataclass(frozen=True)
+class KernelPlan(UnitPlan):
+    """The constants of one kernel of an attention call.
+
+    The options that a kernel has code for are true; a call may use fewer.
+    """
+
+    family: ClassVar[str]
+    results: ClassVar[tuple[str, ...]] = ()  # it runs if one is wanted; (): if any other runs
+
+    _: KW_ONLY
+    softcap: bool = False
+    bias: bool = False
+    mask: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    packed: bool = False
+
+    def parts(self, problem: Problem) -> int:
+        """Return how many blocks the problem is cut into."""
+        raise NotImplementedError
+
+    def scratch(self, problem: Problem) -> dict[str, int]:
+        """Return the bytes of workspace that the kernel fills, by the names of Params."""
+        return {}
 
 
 #: What a call runs: its kernels in order.
@@ -300,3 +313,40 @@ class Delta(KernelPlan):
 
     def scratch(self, problem: Problem) -> dict[str, int]:
         return {"delta": problem.rows * problem.dtype.accum.itemsize}
+
+
+@dataclass(frozen=True)
+class MergeStates(UnitPlan):
+    """``merge_states.cu``: one thread a group of elements of a row, 16 bytes where that is aligned.
+
+    One launch merges up to `max_parts` parts. More take several launches: first over the lses of
+    all parts, then over their outs.
+    """
+
+    kernel = "merge_states"
+    params = "MergeParams"
+    params_bytes = 1432
+
+    max_parts: int = 16
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+    @property
+    def group(self) -> int:
+        """Elements of a thread."""
+        return 16 // DTYPES[self.dtype].itemsize
+
+    def groups(self, merge: Merge, scan: bool) -> int:
+        """Return how many threads share a row; `scan`: in a launch that only looks at lses."""
+        return 1 if scan else max(_ceil(merge.dim, self.group), 1)
+
+    def parts(self, merge: Merge, scan: bool) -> int:
+        """Return how many blocks such a launch has."""
+        return _ceil(merge.rows * self.groups(merge, scan), self.threads)
+
+    def scratch_bytes(self, merge: Merge) -> tuple[int, int]:
+        """Return the bytes of MergeParams' states and sums, which several launches share."""
+        size = merge.dtype.accum.itemsize
+        return merge.rows * 2 * size, merge.rows * merge.dim * size

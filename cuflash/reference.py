@@ -292,7 +292,8 @@ def merge_states(
     outs : sequence of arrays, shape (batch, Sq, Hq, Dv) or (Sq, Hq, Dv), in the given layout
         One output for each set of keys.
     lses : sequence of arrays, shape (batch, Hq, Sq) or (Hq, Sq)
-        Their log-sum-exp. Where it is -inf, the output counts for nothing, whatever it holds.
+        Their log-sum-exp. Where it is -inf, or so far below another that its weight underflows to
+        0, the output counts for nothing, whatever it holds.
     layout : {"bshd", "bhsd"}
         Order of the axes.
 
@@ -312,7 +313,8 @@ def merge_states(
     m = np.where(np.isfinite(m), m, 0.0)
     e = np.exp(lse - m)
     total = e.sum(axis=0)
-    out = np.where(np.isneginf(lse)[..., None], 0.0, (e / total)[..., None] * x).sum(axis=0)
+    weight = np.where(e == 0, 0.0, e / total)[..., None]  # 0 / 0 where no part saw a key
+    out = np.where(weight == 0, 0.0, weight * x).sum(axis=0)
     return out.swapaxes(-3, -2) if layout == "bshd" else out, m + np.log(total)
 
 

@@ -1056,6 +1056,20 @@ def test_merge_is_exact_for_large_and_distant_parts():
     assert longer[0].dtype == np.longdouble
 
 
+@pytest.mark.parametrize("distance", [800.0, 745.0])  # exp(-745) / 3 underflows, exp(-745) not yet
+def test_merge_ignores_parts_of_no_weight(distance):
+    outs = [np.full((1, 1, 1), x) for x in (1.0, np.nan, 1.0, 4.0)]
+    out, lse = merge_states(outs, [np.full((1, 1), x) for x in (0.0, -distance, 0.0, 0.0)])
+    close(out.item(), 2.0)
+    close(lse.item(), np.log(3))
+    out, lse = merge_states([np.full((1, 1, 1), np.nan)] * 2, [np.full((1, 1), -np.inf)] * 2)
+    assert out.item() == 0 and lse.item() == -np.inf
+    for odd in (np.nan, np.inf):
+        out, lse = merge_states(outs[::2], [np.full((1, 1), x) for x in (0.0, odd)])
+        assert np.isnan(out.item())
+        np.testing.assert_equal(lse.item(), odd)
+
+
 def test_merging_what_does_not_fit_is_an_error():
     out, lse = np.zeros((2, 5, 4, 3)), np.zeros((2, 4, 5))
     for outs, lses in (([], []), ([out], []), ([out], [lse[0]]), ([out], [lse.swapaxes(1, 2)])):

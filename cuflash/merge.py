@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge: what a call of merge_states asks for. Reads its arguments and checks them.
+
+As problem.py is to attention: below this module nothing is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import arrays
+from .arrays import View
+from .dtypes import DTYPES, DType, lookup
+from .problem import _AXES, _LAYOUTS, Arrays, Destinations, Layout
+
+__all__ = ["Merge", "MergeDestinations", "Parts", "read_merge", "read_pair"]
+
+
+class Merge(NamedTuple):
+    """A valid call: sizes, no arrays."""
+
+    dtype: DType
+    shape: tuple[int, ...]  # of a row's axes: (batch,) if there is one, then as `layout` has them
+    dim: int
+
+    @property
+    def rows(self) -> int:
+        """Number of elements of lse."""
+        return math.prod(self.shape)
+
+
+class Parts(NamedTuple):
+    """The arrays that go with a Merge, in the caller's layout."""
+
+    layout: Layout
+    device: int | None  # GPU index; None: host memory
+    outs: tuple[View, ...]
+    lses: tuple[View, ...]
+
+
+def read_merge(outs: Any, lses: Any, layout: Any) -> tuple[Merge, Parts]:
+    """Check the arguments of merge_states but `out`."""
+    if not isinstance(layout, str) or layout not in _AXES:
+        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    for name, given in (("outs", outs), ("lses", lses)):
+        # The slices of one array would be merged, whatever its first axis is.
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(
+                f"{name}: expected a list or tuple of arrays, got {type(given).__name__}; "
+                "list(x) makes one of the first axis of an array"
+            )
+    if not outs:
+        raise ValueError("outs: expected at least one array, got none")
+    if len(lses) != len(outs):
+        raise ValueError(f"lses: expected {len(outs)} arrays, as outs has, got {len(lses)}")
+    outs = tuple(arrays.adopt(f"outs[{n}]", x) for n, x in enumerate(outs))
+    lses = tuple(arrays.adopt(f"lses[{n}]", x) for n, x in enumerate(lses))
+    first = outs[0]
+    dtype = lookup(first.dtype)
+    if dtype is None:
+        raise TypeError(
+            f"outs[0]: expected dtype {', '.join(DTYPES)} in native byte order, "
+            f"got {first.dtype}; convert it with .astype(...)"
+        )
+    axes = _LAYOUTS.get((layout, first.ndim))
+    if axes is None:
+        raise ValueError(f"outs[0]: expected {_AXES[layout]}, got shape {first.shape}")
+    batch, seq, heads, dim = axes.sizes(first.shape)
+    for n, x in enumerate(outs):
+        what = "that of outs[0]"
+        _fits(f"outs[{n}]", x, first.dtype, what, first.shape, what, first.device)
+    rows = axes.row_shape(batch, heads, seq)
+    for n, x in enumerate(lses):
+        why, what = f"for {dtype} outs", "(batch, heads, seq) of outs, in either layout"
+        _fits(f"lses[{n}]", x, dtype.accum, why, rows, what, first.device)
+    return Merge(dtype, first.shape[:-1], dim), Parts(axes, first.device, outs, lses)
+
+
+def read_pair(out: Any) -> tuple[Any, Any]:
+    """Return where out and lse shall be written, each an array or None."""
+    if out is None:
+        return None, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        size = f" of {len(out)}" if isinstance(out, tuple) else ""
+        raise TypeError(f"out: expected a pair (out, lse), got {type(out).__name__}{size}")
+    return out
+
+
+def _fits(
+    name: str,
+    x: View,
+    dtype: np.dtype,
+    why: str,
+    shape: tuple[int, ...],
+    what: str,
+    device: int | None,
+) -> None:
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, {why}, got {x.dtype}")
+    _same_place(name, x, device)
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, {what}, got {x.shape}")
+
+
+def _same_place(name: str, x: View, device: int | None) -> None:
+    if x.device != device:
+        here, there = ("host memory" if i is None else f"GPU {i}" for i in (x.device, device))
+        kind = TypeError if None in (x.device, device) else ValueError
+        raise kind(
+            f"{name}: expected an array in the same place as outs[0] ({there}), got one in {here}"
+        )
+
+
+class MergeDestinations(Destinations):
+    """Where merge_states writes: arrays that share no memory with a part nor with each other."""
+
+    def __init__(self, parts: Parts) -> None:
+        first = parts.outs[0]
+        super().__init__(Arrays(parts.layout, parts.device, first, first, first))
+        self._parts = parts
+
+    def result(self, name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> View:
+        """Return the array to write a result to: `given`, or a new one if that is None."""
+        if given is not None:
+            _same_place(name, arrays.adopt(name, given), self._inputs.device)
+            if not self._taken:
+                for other, views in (("outs", self._parts.outs), ("lses", self._parts.lses)):
+                    for n, x in enumerate(views):
+                        self._taken.append((f"{other}[{n}]", x, *arrays.extent(x)))
+        return super().result(name, given, shape, dtype)
