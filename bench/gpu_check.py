@@ -36,14 +36,15 @@ from bench.jobs import Job, Outcome
 from bench.machine import ROOT
 
 RESULTS = ROOT / "bench" / "results" / "gpu-check.json"
-PARTS = ("tests", "sanitize", "speed", "memory", "host")
+PARTS = ("tests", "sanitize", "speed", "options", "memory", "host")
 TIMEOUTS = {  # seconds
     "machine": 60,
     "compile": 120,
-    "tests": 270,
+    "tests": 330,
     "sanitize": 240,
     "planted": 90,
     "speed": 120,
+    "options": 60,
     "memory": 110,
     "host": 40,
 }
@@ -56,13 +57,17 @@ TOOLS = {
     "synccheck": ("barrier", []),
     "initcheck": ("unwritten", []),
 }
-KERNELS = {"forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"}
+KERNELS = {
+    *("forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"),
+    *("backward_dbias_simt", "sum_parts", "dsinks"),
+}
 
 _MODULES = (
     "plan",
     "select",
     "launch",
     "params",
+    "merge",
     "compile",
     "problem",
     "dtypes",
@@ -111,7 +116,7 @@ def problems(record: dict[str, Any]) -> list[str]:
         found += _problems_of_tests(parts["tests"])
     if "sanitize" in parts:
         found += _problems_of_sanitize(parts["sanitize"])
-    for name in ("speed", "memory", "host"):
+    for name in ("speed", "options", "memory", "host"):
         if name in parts:
             part = parts[name]
             rows = [row for row in part.get("rows", []) if row["kind"] == name]
@@ -384,7 +389,7 @@ class Check:
 
     def measure(self, name: str, deadline: float) -> None:
         """Run a benchmark alone."""
-        module = {"speed": "bench.speed", "memory": "bench.memory", "host": "bench.host_time"}[name]
+        module = {"host": "bench.host_time"}.get(name, f"bench.{name}")
         for outcome in jobs.run([Job(name, python(module), TIMEOUTS[name])], deadline):
             result: dict[str, Any] = {
                 "command": command_text(outcome.job),

@@ -11,6 +11,7 @@ JSON. ``--planted NAME`` runs a kernel of ``planted.cu`` instead, which a tool m
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,6 @@ PLANTED = {
     "synccheck": "barrier",
     "initcheck": "unwritten",
 }
-KERNELS = ("forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -70,6 +70,15 @@ CASES = (
     Case("no keys", (5, 0), (1, 1), (16, 16), CAUSAL),
     Case("no batch", (5, 5), (1, 1), (16, 16), batch=0),
 )
+
+
+#: Options; the arrays are drawn as the tests draw them.
+OPTIONS = {
+    "all options": ("softcap", "bias", "mask", "alibi", "sinks", "dropout"),
+    "packed": ("packed",),
+    "bias": ("bias",),
+    "all options, packed": ("softcap", "bias", "mask", "alibi", "sinks", "dropout", "packed"),
+}
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -151,6 +160,25 @@ class Destination:
         return result
 
 
+def run_options(options: tuple[str, ...], dtype: str) -> None:
+    """Run calls with options, of several shapes of bias and mask, and compare."""
+    import check
+    import strategies
+    from run import both
+
+    for seed in range(3):
+        case = strategies.Case(
+            dtype, None if "packed" in options else 2, 2, 2, 70 + seed, 133, 64, 40,
+            causal=seed == 1, window=(-1, -1), scale=None, layout="bshd",
+            views=("contiguous",) * 4, values="normal", with_dlse=True, seed=seed, schedule=0,
+            options=options, entries=3,
+        )  # fmt: skip
+        inputs = strategies.arrays_of(case)
+        out, lse, grads = both(inputs.moved(upload))
+        check.check_forward(out, lse, inputs)
+        check.check_backward(grads, inputs)
+
+
 def run(case: Case, dtype: str) -> None:
     """Run both passes and compare."""
     import check
@@ -190,15 +218,18 @@ def check_all(wanted: str) -> int:
     cupy.cuda.set_allocator(None)
     begin = time.monotonic()
     count, failed = 0, []
-    for case in CASES:
+    todo: list[tuple[str, Callable[[str], None]]]
+    todo = [(case.name, functools.partial(run, case)) for case in CASES]
+    todo += [(name, functools.partial(run_options, x)) for name, x in OPTIONS.items()]
+    for case_name, action in todo:
         for dtype in DTYPES:
-            name = f"{dtype} {case.name}"
+            name = f"{dtype} {case_name}"
             if wanted not in name:
                 continue
             count += 1
             start = time.monotonic()
             try:
-                run(case, dtype)
+                action(dtype)
                 verdict = "ok"
             except Exception as error:
                 failed.append(name)
@@ -231,16 +262,21 @@ def plans(where: Any) -> Iterator[Any]:
     """Yield the plans of all cases on a device, and those that the tests run."""
     from cuflash import select
     from cuflash.dtypes import DTYPES as ROWS
-    from cuflash.problem import Traits
+    from cuflash.problem import FEATURES, Traits
 
     for case in CASES:
         for dtype in DTYPES:
             for direction in ("forward", "backward"):
                 yield from select.choose(direction, Traits(ROWS[dtype], *case.head_dims), where)
+    for options in OPTIONS.values():
+        for dtype in DTYPES:
+            for direction in ("forward", "backward"):
+                traits = Traits(ROWS[dtype], 64, 40, tuple(n for n in FEATURES if n in options))
+                yield from select.choose(direction, traits, where)
     try:
         import matrix
 
-        for row in matrix.ROWS + matrix.FEW_ROWS:
+        for row in matrix.ROWS + matrix.OPTION_ROWS + matrix.FEW_ROWS:
             yield from (*row.forward, *row.backward)
     except (ImportError, AttributeError) as reason:  # they compile their own, then
         print(f"plans of the tests are left out: {reason}", flush=True)

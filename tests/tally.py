@@ -8,6 +8,7 @@ from collections import Counter
 
 _tests: Counter[str] = Counter()
 _examples: set[tuple[str, str, str, str, str, str]] = set()
+_pairs: set[tuple[str, str, str, str]] = set()
 
 
 def ran(backend: str) -> None:
@@ -23,22 +24,29 @@ def example(backend: str, dtype: str, direction: str, family: str, tiles: str, k
     _examples.add((backend, dtype, direction, family, tiles, key))
 
 
+def pair(backend: str, row: str, column: str, direction: str) -> None:
+    """Count two options that were compared with the reference in one call."""
+    _pairs.add((backend, row, column, direction))
+
+
 def dump() -> str:
     """Return all counts as text."""
-    return json.dumps([_tests, sorted(_examples)])
+    return json.dumps([_tests, sorted(_examples), sorted(_pairs)])
 
 
 def load(text: str) -> None:
     """Add counts from another process."""
     if text:
-        tests, examples = json.loads(text)
+        tests, examples, pairs = json.loads(text)
         _tests.update(tests)
         _examples.update(tuple(row) for row in examples)
+        _pairs.update(tuple(row) for row in pairs)
 
 
 def report() -> list[str]:
     """Return the lines of the summary."""
     lines = ["tests by back end: " + ", ".join(f"{n} {name}" for name, n in sorted(_tests.items()))]
+    lines += _table_of_pairs()
     if not _examples:
         return lines
     total = len(_examples)
@@ -54,4 +62,27 @@ def report() -> list[str]:
     for backend, dtype, direction, family in sorted({row[:4] for row in counts}):
         cells = "".join(f"{counts[backend, dtype, direction, family, k]:7}" for k in kinds)
         lines.append(f"  {backend:9}{dtype:9}{direction:9}{family:8}{cells}")
+    return lines
+
+
+def _table_of_pairs() -> list[str]:
+    """Return option x option: f and b where the forward and the backward were compared."""
+    lines = []
+    for backend in sorted({row[0] for row in _pairs}):
+        mine = {row[1:] for row in _pairs if row[0] == backend}
+        # The longest row is that of the last option, and so on.
+        width = {name: sum(row == name for row, _, _ in mine) for name, _, _ in mine}
+        names = sorted(width, key=lambda name: (width[name], name))
+        full = len(mine) == len(names) * (len(names) + 1)
+        lines.append(
+            f"option x option on {backend}: f forward, b backward compared with the reference; "
+            f"{'full' if full else 'not full'}"
+        )
+        lines.append(" " * 14 + "".join(f"{name[:7]:8}" for name in names))
+        for row in names:
+            cells = (
+                "".join(d[0] for d in ("forward", "backward") if (row, column, d) in mine)
+                for column in names
+            )
+            lines.append(f"{row:14}" + "".join(f"{cell:8}" for cell in cells).rstrip())
     return lines

@@ -96,7 +96,10 @@ def clean_record(root: Path) -> dict[str, Any]:
                 "tools": {name: dict(tool) for name in gpu_check.TOOLS},
                 "planted_overrun_reported": True,
             },
-            **{name: {**about, "rows": [{"kind": name}]} for name in ("speed", "memory", "host")},
+            **{
+                name: {**about, "rows": [{"kind": name}]}
+                for name in ("speed", "options", "memory", "host")
+            },
         },
     }
 
