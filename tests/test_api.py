@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from check import Inputs, check_backward, check_forward
 from conftest import Backend
+from run import both
 
 import cuflash
 from cuflash import compile, launch
@@ -61,10 +62,12 @@ def forward(i: Inputs, **more: Any) -> Any:
     return cuflash.attention(i.q, i.k, i.v, return_lse=True, **i.options, **more)
 
 
-def backward(i: Inputs, out: Any, lse: Any, *, to: Any = None, workspace: Any = None) -> Any:
+def backward(
+    i: Inputs, out: Any, lse: Any, *, to: Any = None, workspace: Any = None, wrt: Any = None
+) -> Any:
     return cuflash.attention_backward(
         *(i.dout, i.q, i.k, i.v, out, lse),
-        **dict(dlse=i.dlse, out=to, workspace=workspace),
+        **dict(dlse=i.dlse, out=to, workspace=workspace, wrt=wrt),
         **i.options,
     )
 
@@ -286,6 +289,427 @@ def test_gradients_are_a_record(backend: Backend) -> None:
         grads.dq = dk
 
 
+# --- options -------------------------------------------------------------------------------------
+
+NAMES = ("q", "k", "v", "bias", "sinks")
+
+
+def loaded(backend: Backend, dtype: Any = np.float32, **changes: Any) -> Inputs:
+    """Every option at once."""
+    accum = np.float64 if dtype == np.float64 else np.float32
+    seen = np.random.default_rng(9).random((2, 1, 21, 69)) < 0.8
+    options = dict(
+        softcap=3.0,
+        bias=normal(backend, 5, (1, 4, 21, 69), accum),
+        mask=backend.array(seen),
+        alibi_slopes=normal(backend, 6, (2, 4), accum),
+        sinks=normal(backend, 7, (4,), accum),
+        dropout_p=0.3,
+        seed=11,
+    )
+    return example(backend, dtype, **{**options, **changes})
+
+
+def five(grads: Any) -> list[Any]:
+    return [getattr(grads, f"d{name}") for name in NAMES]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_only_what_is_wanted_is_there_and_the_same(backend: Backend, dtype: str) -> None:
+    inputs = loaded(backend, DTYPES[dtype])
+    out, lse = forward(inputs)
+    want = dict(zip(NAMES, five(backward(inputs, out, lse)), strict=True))
+    _, vjp = cuflash.attention_vjp(inputs.q, inputs.k, inputs.v, **inputs.options)
+    for bits in range(2 ** len(NAMES)):
+        wrt = tuple(name for n, name in enumerate(NAMES) if bits >> n & 1)
+        for grads in (
+            backward(inputs, out, lse, wrt=wrt),
+            vjp(inputs.dout, dlse=inputs.dlse, wrt=wrt),
+        ):
+            got = dict(zip(NAMES, five(grads), strict=True))
+            assert {name for name, x in got.items() if x is not None} == set(wrt)
+            same(backend, [got[name] for name in wrt], [want[name] for name in wrt])
+
+
+def test_wanted_gradients_go_where_they_are_wanted(backend: Backend) -> None:
+    inputs = loaded(backend)
+    out, lse = forward(inputs)
+    want = five(backward(inputs, out, lse))
+    for wrt in (("k",), ("v", "bias"), ("sinks",), ("q", "sinks"), ()):
+        to = tuple(
+            backend.xp.full(x.shape, np.nan, x.dtype) if name in wrt else None
+            for name, x in zip(NAMES, want, strict=True)
+        )
+        got = five(backward(inputs, out, lse, wrt=wrt, to=to))
+        assert all(x is y for x, y in zip(got, to, strict=True))
+        kept = [n for n, x in enumerate(to) if x is not None]
+        same(backend, [to[n] for n in kept], [want[n] for n in kept])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_five_gradients_into_views(backend: Backend, view: str, dtype: str) -> None:
+    inputs = loaded(backend, DTYPES[dtype])
+    out, lse = forward(inputs)
+    want = five(backward(inputs, out, lse))
+    # dsinks has one axis: the view of a 4-D array with one element on the others.
+    shapes = [*(x.shape for x in want[:4]), (1, 4, 1, 1)]
+    to = [
+        Guarded(backend, *_buffer(VIEWS[view], shape, x.dtype))
+        for shape, x in zip(shapes, want, strict=True)
+    ]
+    arrays = [*(x.array for x in to[:4]), to[4].array[0, :, 0, 0]]
+    grads = backward(inputs, out, lse, to=tuple(arrays))
+    assert all(x is y for x, y in zip(five(grads), arrays, strict=True))
+    same(backend, arrays, want)
+    for x in to:
+        x.assert_intact()
+
+
+def test_every_option_in_both_passes(backend: Backend) -> None:
+    inputs = loaded(backend)
+    out, lse, grads = both(inputs)
+    check_forward(out, lse, inputs)
+    check_backward(grads, inputs)
+
+
+BIAS_SHAPES = [(21, 69), (1, 69), (21, 1), (1, 1), (2, 1, 21, 69), (1, 4, 1, 69), (2, 4, 21, 69)]
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+def test_dbias_has_the_shape_of_bias(backend: Backend, shape: tuple[int, ...]) -> None:
+    inputs = loaded(backend, bias=normal(backend, 5, shape))
+    out, lse = forward(inputs)
+    want = backward(inputs, out, lse)
+    check_backward(want, inputs)
+    buffer = backend.xp.full([2 * n for n in shape], np.nan, np.float32)
+    to = buffer[(slice(None, None, -2),) * len(shape)]
+    got = backward(inputs, out, lse, to=(None, None, None, to)).dbias
+    assert got is to
+    same(backend, [got], [want.dbias])
+    alone = backward(inputs, out, lse, wrt="bias").dbias
+    same(backend, [alone], [want.dbias])
+
+
+def test_strides_of_options_do_not_matter(backend: Backend) -> None:
+    inputs = loaded(backend)
+    want = both(inputs)
+    xp = backend.xp
+
+    def strided(x: Any) -> Any:
+        buffer = xp.zeros([2 * n for n in x.shape], x.dtype)
+        view = buffer[(slice(None, None, -2),) * x.ndim]
+        view[...] = x
+        return view
+
+    names = ("bias", "mask", "alibi_slopes", "sinks")
+    views = dataclasses.replace(inputs, **{name: strided(getattr(inputs, name)) for name in names})
+    got = both(views)
+    same(backend, [*got[:2], *five(got[2])], [*want[:2], *five(want[2])])
+    # A view that repeats one array is as good as the array that it repeats.
+    wide = dataclasses.replace(
+        inputs,
+        mask=xp.broadcast_to(inputs.mask, (2, 4, 21, 69)),
+        bias=xp.broadcast_to(inputs.bias, (2, 4, 21, 69)),
+    )
+    got = both(wide)
+    same(backend, [*got[:2], *five(got[2])[:3]], [*want[:2], *five(want[2])[:3]])
+    assert got[2].dbias.shape == (2, 4, 21, 69)
+    check_backward(got[2], wide)
+
+
+def test_vjp_keeps_the_options(backend: Backend) -> None:
+    inputs = loaded(backend)
+    out, lse, want = both(inputs)
+    names = ("bias", "mask", "alibi_slopes", "sinks")
+    options = inputs.options | {name: getattr(inputs, name).copy() for name in names}
+    options["seed"] = np.array([inputs.seed])  # of the host: read by the call
+    got_out, vjp = cuflash.attention_vjp(inputs.q, inputs.k, inputs.v, **options)
+    options["seed"][:] = 0
+    del options
+    [normal(backend, seed, (2, 4, 21, 69)) for seed in range(5)]  # where they would have been
+    same(backend, [got_out], [out])
+    for _ in range(2):
+        same(backend, five(vjp(inputs.dout, dlse=inputs.dlse)), five(want))
+    plain = dataclasses.replace(inputs, dlse=None)
+    check_backward(vjp(inputs.dout), plain)
+    same(backend, five(vjp(inputs.dout)), five(backward(plain, out, lse)))
+
+
+@pytest.mark.parametrize("shape", [(21, 69), (1, 1), (2, 4, 21, 69)], ids=str)
+def test_workspace_with_bias(backend: Backend, shape: tuple[int, ...]) -> None:
+    inputs = loaded(backend, bias=normal(backend, 5, shape))
+    out, lse = forward(inputs)
+    want = backward(inputs, out, lse)
+    for wrt in (None, ("bias",), ("q", "k", "v"), ("sinks",)):
+        with pytest.raises(
+            ValueError, match=r"^workspace: expected a .* of at least \d+ uint8"
+        ) as e:
+            backward(inputs, out, lse, wrt=wrt, workspace=backend.xp.empty(1, np.uint8))
+        size = int(str(e.value).split("at least ")[1].split()[0])
+        delta = -(-inputs.dlse.nbytes // 16) * 16
+        assert size >= delta if wrt in (None, ("bias",)) else size == delta
+        with pytest.raises(ValueError, match=f"at least {size} uint8"):
+            backward(inputs, out, lse, wrt=wrt, workspace=backend.xp.empty(size - 1, np.uint8))
+        workspace = backend.xp.full(size + 64, GUARD, np.uint8)
+        got = backward(inputs, out, lse, wrt=wrt, workspace=workspace[:size])
+        wanted = [n for n, name in enumerate(NAMES) if wrt is None or name in wrt]
+        same(backend, [five(got)[n] for n in wanted], [five(want)[n] for n in wanted])
+        assert (workspace[size:] == GUARD).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_old_memory_does_not_matter_to_options(backend: Backend, dtype: str) -> None:
+    inputs = loaded(backend, DTYPES[dtype], bias=normal(backend, 5, (1, 69), DTYPES[dtype]))
+    results = []
+    for fill in (0.0, np.nan, np.inf):
+        out, lse = (filled(backend, x, fill) for x in (inputs.dout, inputs.dlse))
+        forward(inputs, out=(out, lse))
+        to = tuple(filled(backend, getattr(inputs, name), fill) for name in NAMES)
+        workspace = backend.xp.full(10**6, 255 if fill else 0, np.uint8)
+        results.append([out, lse, *five(backward(inputs, out, lse, to=to, workspace=workspace))])
+    same(backend, results[1], results[0])
+    same(backend, results[2], results[0])
+
+
+def test_options_are_not_modified(backend: Backend) -> None:
+    inputs = loaded(backend)
+    arrays = [inputs.bias, inputs.mask, inputs.alibi_slopes, inputs.sinks]
+    before = [x.copy() for x in arrays]
+    both(inputs)
+    same(backend, arrays, before)
+
+
+def test_seeds_are_64_bits_whatever_they_come_as(backend: Backend) -> None:
+    inputs = loaded(backend, seed=2**64 - 3)
+    want = both(inputs)
+    device = backend.array(np.array([-3], np.int64))
+    for seed in (-3, np.int8(-3), np.uint64(2**64 - 3), np.array(-3), device):
+        got = both(dataclasses.replace(inputs, seed=seed))
+        same(backend, [*got[:2], *five(got[2])], [*want[:2], *five(want[2])])
+    other = both(dataclasses.replace(inputs, seed=-4))
+    same(backend, [other[1]], [want[1]])  # lse does not depend on dropout
+    assert (other[0] != want[0]).any()
+
+
+def test_options_that_do_nothing(backend: Backend) -> None:
+    inputs = example(backend)
+    want = both(inputs)
+    for changes in (
+        {"softcap": 0},
+        {"dropout_p": 0},
+        {"seed": 5},
+        {"bias": backend.xp.zeros((1, 1), np.float32)},
+        {"mask": backend.xp.ones((1, 1), bool)},
+        {"alibi_slopes": backend.xp.zeros(4, np.float32)},
+        {"sinks": backend.xp.full(4, -np.inf, np.float32)},
+    ):
+        got = both(dataclasses.replace(inputs, **changes))
+        for x, y in zip([*got[:2], *got[2]], [*want[:2], *want[2]], strict=True):
+            np.testing.assert_allclose(backend.host(x), backend.host(y), atol=2e-5)
+    dropped = both(dataclasses.replace(inputs, dropout_p=1, seed=0))
+    same(backend, [dropped[1]], [want[1]])
+    assert not backend.host(dropped[0]).any() and not backend.host(dropped[2].dv).any()
+
+
+# --- packed entries ------------------------------------------------------------------------------
+
+CU_Q = [3, 24, 24, 30, 95, 95]  # three rows before the first entry, five behind the last
+CU_K = [0, 69, 75, 75, 140, 150]
+
+
+def packed(backend: Backend, dtype: Any = np.float32, **changes: Any) -> Inputs:
+    """Five entries: a usual one, one without queries, without keys, a long one, one without."""
+    options = dict(
+        q=normal(backend, 0, (100, 4, 24), dtype),
+        k=normal(backend, 1, (152, 2, 24), dtype),
+        v=normal(backend, 2, (152, 2, 20), dtype),
+        dout=normal(backend, 3, (100, 4, 20), dtype),
+        dlse=normal(backend, 4, (4, 100), np.float64 if dtype == np.float64 else np.float32),
+        cu_seqlens_q=np.array(CU_Q, np.int32),
+        cu_seqlens_k=np.array(CU_K, np.int64),
+        causal=True,
+        window=(40, -1),
+    )
+    return Inputs(**{**options, **changes})
+
+
+def loaded_packed(backend: Backend, **changes: Any) -> Inputs:
+    options = dict(
+        softcap=3.0,
+        bias=normal(backend, 5, (1, 4, 70, 69)),
+        mask=backend.array(np.random.default_rng(9).random((5, 1, 65, 80)) < 0.8),
+        alibi_slopes=normal(backend, 6, (5, 4)),
+        sinks=normal(backend, 7, (4,)),
+        dropout_p=0.3,
+        seed=11,
+    )
+    return packed(backend, **{**options, **changes})
+
+
+def all_of(results: Any) -> list[Any]:
+    """out, lse and those gradients that there are."""
+    out, lse, grads = results
+    return [out, lse, *(x for x in five(grads) if x is not None)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_calls(backend: Backend, dtype: str) -> None:
+    inputs = packed(backend, DTYPES[dtype])
+    out, lse, grads = both(inputs)
+    check_forward(out, lse, inputs)
+    check_backward(grads, inputs)
+    slack = [*range(3), *range(95, 100)]
+    assert not backend.host(out)[slack].any() and not backend.host(grads.dq)[slack].any()
+    assert (backend.host(lse)[:, slack] == -np.inf).all()
+    assert not backend.host(grads.dk)[150:].any() and not backend.host(grads.dv)[150:].any()
+    same(backend, all_of(both(inputs)), all_of((out, lse, grads)))  # the same call, the same bits
+
+
+def test_packed_calls_with_every_option(backend: Backend) -> None:
+    inputs = loaded_packed(backend)
+    out, lse, grads = both(inputs)
+    check_forward(out, lse, inputs)
+    check_backward(grads, inputs)
+    assert not backend.host(grads.dbias)[..., 65:, :].any()  # beyond the longest entry
+    same(backend, all_of(both(inputs)), all_of((out, lse, grads)))
+    turned = dataclasses.replace(
+        inputs,
+        layout="bhsd",
+        **{name: swapped(getattr(inputs, name)) for name in ("q", "k", "v", "dout")},
+    )
+    got = all_of(both(turned))
+    same(backend, [swapped(got[0]), got[1]], [out, lse])
+    same(backend, [*map(swapped, got[2:5]), *got[5:]], five(grads))
+
+
+def entry(inputs: Inputs, b: int) -> Inputs:
+    """An entry of a packed call as a call of its own."""
+    rows, keys = slice(*CU_Q[b : b + 2]), slice(*CU_K[b : b + 2])
+    sq, sk = rows.stop - rows.start, keys.stop - keys.start
+    i, changes = inputs, dict[str, Any](cu_seqlens_q=None, cu_seqlens_k=None)
+    changes |= dict(q=i.q[rows], k=i.k[keys], v=i.v[keys], dout=i.dout[rows], dlse=i.dlse[:, rows])
+    for name in ("bias", "mask"):
+        if (x := getattr(i, name)) is not None:
+            changes[name] = x[min(b, len(x) - 1) :][:1, :, :sq, :sk]
+    if i.alibi_slopes is not None:
+        changes["alibi_slopes"] = i.alibi_slopes[b]
+    return dataclasses.replace(inputs, **changes)
+
+
+@pytest.mark.parametrize("options", ["none", "all but dropout"])
+def test_packed_entries_are_calls_of_their_own(backend: Backend, options: str) -> None:
+    """Bit for bit: the same tiles of rows and keys, so the same sums.
+
+    Dropout draws by the number of the entry, which a call of its own does not have.
+    """
+    inputs = packed(backend)
+    if options != "none":
+        inputs = loaded_packed(backend, dropout_p=0.0, seed=None)
+    out, lse, grads = both(inputs)
+    for b in range(5):
+        rows, keys = slice(*CU_Q[b : b + 2]), slice(*CU_K[b : b + 2])
+        got_out, got_lse, got = both(entry(inputs, b))
+        same(backend, [got_out, got_lse], [out[rows], lse[:, rows]])
+        same(backend, got, [grads.dq[rows], grads.dk[keys], grads.dv[keys]])
+
+
+def test_the_first_entry_drops_what_a_call_of_its_own_drops(backend: Backend) -> None:
+    inputs = packed(backend, dropout_p=0.5, seed=3)
+    out, lse, grads = both(inputs)
+    got_out, got_lse, got = both(entry(inputs, 0))
+    rows, keys = slice(*CU_Q[:2]), slice(*CU_K[:2])
+    same(backend, [got_out, got_lse], [out[rows], lse[:, rows]])
+    same(backend, got, [grads.dq[rows], grads.dk[keys], grads.dv[keys]])
+
+
+def test_hints_do_not_matter(backend: Backend) -> None:
+    inputs = packed(backend)
+    i, cu = inputs, inputs.cu_seqlens
+    want = all_of(both(inputs))
+    for hints in ((65, 69), (0, 0), (1, 2**40), (10**6, None)):
+        hints = dict(zip(("max_seqlen_q", "max_seqlen_k"), hints, strict=True))
+        out, lse = cuflash.attention_varlen(
+            i.q, i.k, i.v, *cu, **hints, return_lse=True, **i.options
+        )
+        grads = cuflash.attention_varlen_backward(
+            i.dout, i.q, i.k, i.v, out, lse, *cu, **hints, dlse=i.dlse, **i.options
+        )
+        same(backend, [out, lse, *grads], want)
+
+
+def test_kinds_of_offsets_do_not_matter(backend: Backend) -> None:
+    inputs = loaded_packed(backend)
+    want = all_of(both(inputs))
+
+    def strided(x: np.ndarray) -> np.ndarray:
+        return np.stack([x, np.full_like(x, -(2**30))], axis=1)[::-1, 0][::-1]
+
+    for dtype in (np.int32, np.int64):
+        q, k = np.array(CU_Q, dtype), np.array(CU_K, dtype)
+        for offsets in ((q, k), (strided(q), strided(k)), map(backend.array, (q, k))):
+            at = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+            same(backend, all_of(both(dataclasses.replace(inputs, **at))), want)
+    reverse = [np.array(x, np.int64)[::-1].copy()[::-1] for x in (CU_Q, CU_K)]
+    at = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), reverse, strict=True))
+    same(backend, all_of(both(dataclasses.replace(inputs, **at))), want)
+
+
+def test_packed_results_go_where_they_are_wanted(backend: Backend) -> None:
+    inputs = loaded_packed(backend)
+    i, cu = inputs, inputs.cu_seqlens
+    want_out, want_lse, want = both(inputs)
+    to_out, to_lse = (filled(backend, x, np.nan) for x in (want_out, want_lse))
+    out, lse = cuflash.attention_varlen(
+        i.q, i.k, i.v, *cu, **i.options, return_lse=True, out=(to_out, to_lse)
+    )
+    assert out is to_out and lse is to_lse
+    same(backend, [out, lse], [want_out, want_lse])
+    alone = filled(backend, want_out, np.nan)
+    assert cuflash.attention_varlen(i.q, i.k, i.v, *cu, **i.options, out=alone) is alone
+    same(backend, [alone], [want_out])
+    to = tuple(filled(backend, x, np.nan) for x in five(want))
+    call = partial(
+        *(cuflash.attention_varlen_backward, i.dout, i.q, i.k, i.v, out, lse, *cu),
+        **dict(dlse=i.dlse, **i.options),
+    )
+    got = call(out=to, workspace=backend.xp.full(10**6, 255, np.uint8))
+    assert all(x is y for x, y in zip(five(got), to, strict=True))
+    same(backend, to, five(want))
+    some = call(wrt=("bias", "k"))
+    assert some.dq is some.dv is some.dsinks is None
+    same(backend, [some.dk, some.dbias], [want.dk, want.dbias])
+
+
+@pytest.mark.parametrize("cu", [[0], [5], [0, 0], [4, 4, 4], [0, 9], [2, 7]], ids=str)
+def test_packed_calls_of_few_entries(backend: Backend, cu: list[int]) -> None:
+    x = normal(backend, 0, (9, 2, 8))
+    offsets = np.array(cu, np.int32)
+    inputs = Inputs(
+        *(x, x, x, normal(backend, 1, x.shape), normal(backend, 2, (2, 9))),
+        bias=normal(backend, 3, (1, 2, 9, 1)),
+        sinks=normal(backend, 4, (2,)),
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+    )
+    out, lse = cuflash.attention_varlen(
+        x, x, x, offsets, offsets, return_lse=True, **inputs.options
+    )
+    to = tuple(
+        backend.xp.full(y.shape, np.nan, np.float32) for y in (x, x, x, inputs.bias, inputs.sinks)
+    )
+    grads = cuflash.attention_varlen_backward(
+        *(inputs.dout, x, x, x, out, lse, offsets, offsets),
+        **dict(dlse=inputs.dlse, out=to, **inputs.options),
+    )
+    if cu[0] == cu[-1]:
+        assert not backend.host(out).any() and (backend.host(lse) == -np.inf).all()
+        assert not any(backend.host(y).any() for y in to)
+    else:
+        check_forward(out, lse, inputs)
+        check_backward(grads, inputs)
+
+
 # --- shapes and sizes ----------------------------------------------------------------------------
 
 
@@ -353,6 +777,30 @@ def test_zero_sizes(backend: Backend, dtype: str, size: tuple[int, ...], layout:
             for x, like in zip(grads, (q, k, v), strict=True):
                 assert x.shape == like.shape and x.dtype == like.dtype
                 assert not backend.host(x).any()
+
+
+@pytest.mark.parametrize("size", ZERO_SIZES.values(), ids=ZERO_SIZES)
+def test_zero_sizes_with_options(backend: Backend, size: tuple[int, ...]) -> None:
+    """Gradients of options are 0 where nothing is, and lse is the sink."""
+    batch, sq, sk, hq, hkv = size
+    shapes = [(batch, sq, hq, 8), (batch, sk, hkv, 8), (batch, sk, hkv, 6), (batch, sq, hq, 6)]
+    q, k, v, dout = (normal(backend, i, s) for i, s in enumerate(shapes))
+    sinks = normal(backend, 5, (hq,))
+    for shape in [(1, 1), (sq, sk), (batch, hq, sq, sk), (1, hq, 1, sk)]:
+        inputs = Inputs(
+            *(q, k, v, dout, None),
+            **dict(bias=normal(backend, 6, shape), sinks=sinks, dropout_p=0.5, seed=1),
+        )
+        out, lse = forward(inputs)
+        assert not backend.host(out).any()
+        want = np.broadcast_to(backend.host(sinks)[:, None], (batch, hq, sq))
+        np.testing.assert_allclose(backend.host(lse), want, rtol=1e-6)
+        to = tuple(
+            backend.xp.full(x.shape, np.nan, np.float32) for x in (q, k, v, inputs.bias, sinks)
+        )
+        grads = backward(inputs, out, lse, to=to)
+        for x, y in zip(five(grads), to, strict=True):
+            assert x is y and not backend.host(x).any()
 
 
 def test_rows_that_see_nothing_among_others(backend: Backend) -> None:

@@ -24,13 +24,15 @@ NAMES = tuple(SHAPES)
 class Call:
     """A call whose inputs stay where they are while their values change."""
 
-    def __init__(self, backend: Backend, dtype: Any = np.float32) -> None:
-        self.backend, self.dtype = backend, np.dtype(dtype)
-        self.arrays = {name: backend.xp.empty(shape, dtype) for name, shape in SHAPES.items()}
+    shapes = SHAPES
+
+    def __init__(self, backend: Backend, dtype: Any = np.float32, **options: Any) -> None:
+        self.backend, self.dtype, self.options = backend, np.dtype(dtype), options
+        self.arrays = {name: backend.xp.empty(s, dtype) for name, s in self.shapes.items()}
         self.fill(np.nan)
 
     def fill(self, value: float) -> None:
-        self.set({name: np.full(s, value, self.dtype) for name, s in SHAPES.items()})
+        self.set({name: np.full(s, value, self.dtype) for name, s in self.shapes.items()})
 
     def set(self, values: dict[str, np.ndarray]) -> None:
         """Change the values; they are there when this returns."""
@@ -39,11 +41,11 @@ class Call:
 
     def random(self, seed: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
-        return {name: rng.normal(size=s).astype(self.dtype) for name, s in SHAPES.items()}
+        return {name: rng.normal(size=s).astype(self.dtype) for name, s in self.shapes.items()}
 
     def run(self, **workspace: Any) -> SimpleNamespace:
         q, k, v, dout = self.arrays.values()
-        out, lse, vjp = cuflash.attention_vjp(q, k, v, causal=True, return_lse=True)
+        out, lse, vjp = cuflash.attention_vjp(q, k, v, causal=True, return_lse=True, **self.options)
         return SimpleNamespace(out=out, lse=lse, grads=vjp(dout, **workspace))
 
     @property
@@ -52,10 +54,41 @@ class Call:
         return batch * seq * heads * (8 if self.dtype == np.float64 else 4)
 
 
-def check(got: SimpleNamespace, values: dict[str, np.ndarray]) -> None:
-    inputs = Inputs(**values, causal=True)
+class PackedCall(Call):
+    """The same with packed entries, whose offsets lie on the host or on the GPU."""
+
+    shapes = dict(q=(100, 4, 40), k=(150, 2, 40), v=(150, 2, 40), dout=(100, 4, 40))
+
+    def __init__(self, backend: Backend, offsets: Any, **options: Any) -> None:
+        super().__init__(backend, **options)
+        self.offsets = tuple(offsets)
+
+    def run(self, **more: Any) -> SimpleNamespace:
+        q, k, v, dout = self.arrays.values()
+        options = dict(causal=True, **self.options)
+        out, lse = cuflash.attention_varlen(q, k, v, *self.offsets, return_lse=True, **options)
+        grads = cuflash.attention_varlen_backward(
+            *(dout, q, k, v, out, lse, *self.offsets), **options, **more
+        )
+        return SimpleNamespace(out=out, lse=lse, grads=grads)
+
+
+def check(got: SimpleNamespace, values: dict[str, np.ndarray], **options: Any) -> None:
+    inputs = Inputs(**values, causal=True, **options)
     check_forward(got.out, got.lse, inputs)
     check_backward(got.grads, inputs)
+
+
+def same(got: SimpleNamespace, want: SimpleNamespace) -> None:
+    """Assert that two calls have equal results."""
+    for x, y in zip((got.out, got.lse, *got.grads), (want.out, want.lse, *want.grads), strict=True):
+        np.testing.assert_array_equal(x.get(), y.get(), strict=True)
+
+
+def forget(got: SimpleNamespace) -> None:
+    """Overwrite results, so that only what runs from here on can be seen in them."""
+    for x in (got.out, got.lse, *got.grads):
+        x.fill(np.nan)
 
 
 class Spin:
@@ -197,6 +230,199 @@ def test_results_of_a_captured_call_can_be_given(backend: Backend) -> None:
         graph.launch(stream)
         stream.synchronize()
         check(to, values)
+
+
+def captured(call: Call, stream: Any) -> tuple[Any, SimpleNamespace]:
+    """Return a graph of a call, and the results that a replay writes."""
+    call.run()  # compiles; what it took goes back to the pool
+    stream.synchronize()
+    stream.begin_capture()
+    got = call.run()
+    return stream.end_capture(), got
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_a_replay_drops_by_the_seed_that_is_there(backend: Backend, dtype: Any) -> None:
+    xp = backend.xp
+    seed = xp.zeros(1, dtype)
+    call = Call(backend, dropout_p=0.4, seed=seed)
+    values = call.random(0)
+    call.set(values)
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.Device().synchronize()
+    with stream:
+        graph, got = captured(call, stream)
+    outs, lses = [], []
+    low = -(2**63) if dtype == np.int64 else 2**63
+    for number in (1, 2, low, low + 2**63 - 1, 2**32 + 1, 1):
+        seed[...] = np.array([number], dtype)[0]
+        forget(got)
+        xp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        check(got, values, dropout_p=0.4, seed=number)
+        # The host's number and the device's array are the same seed.
+        fresh = Call(backend, dropout_p=0.4, seed=number)
+        fresh.arrays = call.arrays
+        same(got, fresh.run())
+        outs.append(got.out.get())
+        lses.append(got.lse.get())
+    for n, out in enumerate(outs[:-1]):
+        np.testing.assert_array_equal(lses[n], lses[0])  # which does not depend on dropout
+        for other in outs[:n]:
+            assert (out != other).mean() > 0.9, "two seeds drop the same"
+    np.testing.assert_array_equal(outs[-1], outs[0])
+
+
+def test_a_seed_of_no_axes_and_one_in_a_larger_array(backend: Backend) -> None:
+    numbers = backend.array(np.array([[3, 4], [5, 6]]))
+    call = Call(backend, dropout_p=0.4)
+    call.set(call.random(0))
+    for seed, number in (
+        (numbers[1, 0], 5),
+        (numbers[:1, 1:], 4),
+        (numbers[::-1, ::-1][:1, :1], 6),
+    ):
+        call.options["seed"] = number
+        want = call.run()
+        call.options["seed"] = seed
+        same(call.run(), want)
+
+
+# Of three entries each, of the 100 queries and 150 keys of PackedCall.
+OFFSETS = [
+    ([0, 40, 40, 97], [5, 65, 80, 150]),
+    ([0, 1, 99, 100], [0, 0, 75, 149]),
+    ([100, 100, 100, 100], [0, 50, 100, 150]),
+    ([10, 20, 30, 90], [10, 20, 30, 150]),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_replay_keeps_the_offsets_that_came_from_the_host(backend: Backend, dtype: Any) -> None:
+    xp = backend.xp
+    cu_q, cu_k = OFFSETS[0]
+    want = dict(cu_seqlens_q=np.array(cu_q), cu_seqlens_k=np.array(cu_k))
+    # One is strided.
+    offsets = np.array(cu_q, dtype), np.repeat(np.array(cu_k, dtype), 2)[::2]
+    call = PackedCall(backend, offsets)
+    call.set(call.random(0))
+    pool = xp.cuda.MemoryPool()
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.Device().synchronize()
+    with xp.cuda.using_allocator(pool.malloc), stream:
+        graph, got = captured(call, stream)
+        # The caller's arrays, and all that the pools give away from now on.
+        for x in offsets:
+            x[...] = -1
+        call.offsets = ()
+        results = (got.out, got.lse, *got.grads)
+        sizes = [x.nbytes for x in (*results, *offsets)]
+        others = [xp.full(size, 255, np.uint8) for size in sizes for _ in range(4)]
+        pinned = [xp.cuda.alloc_pinned_memory(x.nbytes) for x in offsets for _ in range(8)]
+        for x in pinned:
+            np.frombuffer(x, np.uint8)[...] = 255
+        stream.synchronize()
+    for seed in (1, 2):
+        values = call.random(seed)
+        call.set(values)
+        forget(got)
+        xp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        check(got, values, **want)
+        for x in others:
+            assert (x == 255).all(), "the graph wrote to memory that is no longer its own"
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_replay_reads_the_offsets_that_are_there(backend: Backend, dtype: Any) -> None:
+    xp = backend.xp
+    # Nobody reads them while the call is captured: what they hold then does not matter.
+    offsets = tuple(xp.full(4, -1, dtype) for _ in range(2))
+    call = PackedCall(backend, offsets)
+    values = call.random(0)
+    call.set(values)
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.Device().synchronize()
+    with stream:
+        graph, got = captured(call, stream)
+    for numbers in (*OFFSETS, OFFSETS[0]):
+        host = [np.array(x, dtype) for x in numbers]
+        for x, y in zip(offsets, host, strict=True):
+            x.data.copy_from_host(y.ctypes.data, y.nbytes)
+        forget(got)
+        xp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        check(got, values, cu_seqlens_q=host[0], cu_seqlens_k=host[1])
+        fresh = PackedCall(backend, host)
+        fresh.arrays = call.arrays
+        same(got, fresh.run())
+
+
+# --- offsets on the GPU, which nobody checks -----------------------------------------------------
+
+GARBAGE = {
+    "huge": [0, 2**40, 2**62, 2**63 - 1],
+    "beyond 32 bits": [0, 2**31 + 10, 2**32 + 20, 2**33 + 30],
+    "just beyond": [0, 50, 151, 152],
+    "negative": [-5, -(2**63), -1, 10],
+    "all negative": [-(2**63), -(2**32) - 5, -(2**31), -1],
+    "shrinking": [90, 60, 30, 0],
+    "up and down": [0, 100, 0, 100],
+    "overlapping": [0, 80, 40, 100],
+    "huge of 32 bits": [0, 2**31 - 1, 2**31 - 2, 2**31 - 1],
+    "negative of 32 bits": [-1, -(2**31), 2**31 - 1, -(2**31)],
+}
+
+
+@pytest.mark.parametrize("side", ["queries", "keys", "both"])
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_offsets_that_are_garbage(backend: Backend, garbage: str, side: str) -> None:
+    """Wrong results, but neither an error nor a write outside of the arrays."""
+    xp = backend.xp
+    dtype = np.int32 if "of 32 bits" in garbage else np.int64
+    right = [np.array(x, dtype) for x in OFFSETS[0]]
+    bad = [np.array(GARBAGE[garbage], dtype)] * 2
+    use = {"queries": (bad[0], right[1]), "keys": (right[0], bad[1]), "both": bad}[side]
+    options = dict(  # as long as the entries should be, and no longer
+        bias=xp.zeros((3, 1, 57, 70), np.float32),
+        mask=xp.ones((57, 70), bool),
+        alibi_slopes=xp.zeros((3, 4), np.float32),
+        sinks=xp.zeros(4, np.float32),
+        dropout_p=0.1,
+        seed=1,
+    )
+    call = PackedCall(backend, map(backend.array, use), **options)
+    values = call.random(0)
+    call.set(values)
+    q, k, v, dout = call.arrays.values()
+    likes = [dout, xp.empty((4, 100), np.float32), q, k, v, options["bias"], options["sinks"]]
+    guarded = [xp.full((len(x) + 2, *x.shape[1:]), 7, x.dtype) for x in likes]
+    to_out, to_lse, *to = (x[1:-1] for x in guarded)
+    out, lse = cuflash.attention_varlen(
+        *(q, k, v, *call.offsets),
+        **dict(causal=True, return_lse=True, out=(to_out, to_lse), **options),
+    )
+    grads = cuflash.attention_varlen_backward(
+        *(dout, q, k, v, out, lse, *call.offsets), **dict(causal=True, out=tuple(to), **options)
+    )
+    xp.cuda.Device().synchronize()  # raises what the kernels did wrong
+    got = call.run()
+    xp.cuda.Device().synchronize()
+    for x, like in zip((got.out, got.lse, *got.grads), likes, strict=False):
+        assert x.shape == like.shape and x.dtype == like.dtype
+    assert got.grads.dbias.shape == (3, 1, 57, 70) and got.grads.dsinks.shape == (4,)
+    assert grads.dbias is to[3] and grads.dsinks is to[4]
+    for x in guarded:
+        assert (x[0] == 7).all() and (x[-1] == 7).all()
+    for name, x in values.items():
+        np.testing.assert_array_equal(call.arrays[name].get(), x)
+
+    call.offsets = tuple(map(backend.array, right))
+    after, there = call.run(), dict(zip(("cu_seqlens_q", "cu_seqlens_k"), right, strict=True))
+    check(after, values, **options, **there)
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -369,6 +595,38 @@ def test_places_do_not_mix(backend: Backend) -> None:
         cuflash.attention_backward(out, there, there, there, out, lse, workspace=workspace)
     with pytest.raises(TypeError, match=r"^scale: expected a real number on the host"):
         cuflash.attention(there, there, there, scale=backend.xp.ones((), np.float32))
+
+
+def test_places_of_options_and_offsets(backend: Backend) -> None:
+    there = backend.xp.zeros((3, 2, 8), np.float32)
+    here = there.get()
+    place = r": expected an array in the same place as q "
+    arrays = {
+        "bias": np.zeros((3, 3), np.float32),
+        "mask": np.zeros((3, 3), bool),
+        "alibi_slopes": np.zeros(2, np.float32),
+        "sinks": np.zeros(2, np.float32),
+    }
+    for name, x in arrays.items():
+        with pytest.raises(TypeError, match=f"^{name}{place}\\(GPU 0\\), got one in host memory"):
+            cuflash.attention(there, there, there, **{name: x})
+        with pytest.raises(TypeError, match=f"^{name}{place}\\(host memory\\), got one in GPU 0"):
+            cuflash.attention(here, here, here, **{name: backend.array(x)})
+    seed, cu = np.array([5]), np.array([0, 3])
+    with pytest.raises(TypeError, match=f"^seed{place}\\(host memory\\), got one in GPU 0"):
+        cuflash.attention(here, here, here, dropout_p=0.5, seed=backend.array(seed))
+    for offsets, name in (
+        ((backend.array(cu), cu), "cu_seqlens_q"),
+        ((cu, backend.array(cu)), "cu_seqlens_k"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}{place}\\(host memory\\), got one in GPU 0"):
+            cuflash.attention_varlen(here, here, here, *offsets)
+        # With arrays on the GPU the offsets may lie anywhere, each by itself.
+        assert cuflash.attention_varlen(there, there, there, *offsets).shape == there.shape
+    cuflash.attention(there, there, there, dropout_p=0.5, seed=seed)
+    short = backend.xp.zeros((0, 3), np.float32)
+    with pytest.raises(ValueError, match=r"^bias: expected an axis of queries of length 1 or of"):
+        cuflash.attention_varlen(there, there, there, *[backend.array(cu)] * 2, bias=short)
 
 
 def test_another_gpu(backend: Backend) -> None:
