@@ -26,7 +26,7 @@ from conftest import Backend
 from run import both
 
 import cuflash
-from cuflash import compile, launch
+from cuflash import compile, launch, problem
 from cuflash.plan import Delta
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -708,6 +708,38 @@ def test_packed_calls_of_few_entries(backend: Backend, cu: list[int]) -> None:
     else:
         check_forward(out, lse, inputs)
         check_backward(grads, inputs)
+
+
+GARBAGE = {
+    "huge": [0, 2**40, 2**62, 2**63 - 1],
+    "beyond 32 bits": [0, 2**31 + 10, 2**32 + 20, 2**33 + 30],
+    "negative": [-5, -(2**63), -1, 10],
+    "shrinking": [90, 60, 30, 0],
+    "up and down": [0, 100, 0, 100],
+    "overlapping": [0, 80, 40, 100],
+}
+
+
+@pytest.mark.parametrize("side", ["queries", "keys", "both"])
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_offsets_that_nobody_checked(
+    monkeypatch: pytest.MonkeyPatch, garbage: str, side: str
+) -> None:
+    """As those on a GPU: an access outside of the arrays would be a KernelFault."""
+    backend = Backend("cpu", np)
+    monkeypatch.setattr(problem, "_offsets", lambda *_: 1)
+    right, bad = np.array([3, 43, 43, 95]), np.array(GARBAGE[garbage])
+    inputs = loaded_packed(
+        backend,
+        bias=normal(backend, 5, (3, 1, 52, 52)),
+        mask=np.ones((52, 52), bool),
+        alibi_slopes=normal(backend, 6, (3, 4)),
+        cu_seqlens_q=right if side == "keys" else bad,
+        cu_seqlens_k=right if side == "queries" else bad,
+    )
+    out, lse, grads = both(inputs)
+    assert out.shape == inputs.dout.shape and lse.shape == (4, 100)
+    assert [x.shape for x in five(grads)] == [getattr(inputs, name).shape for name in NAMES]
 
 
 # --- shapes and sizes ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 SHAPES = dict(q=(2, 100, 4, 40), k=(2, 150, 2, 40), v=(2, 150, 2, 40), dout=(2, 100, 4, 40))
 NAMES = tuple(SHAPES)
+PACKED_SHAPES = dict(q=(100, 4, 40), k=(150, 2, 40), v=(150, 2, 40), dout=(100, 4, 40))
 
 
 class Call:
@@ -57,7 +58,7 @@ class Call:
 class PackedCall(Call):
     """The same with packed entries, whose offsets lie on the host or on the GPU."""
 
-    shapes = dict(q=(100, 4, 40), k=(150, 2, 40), v=(150, 2, 40), dout=(100, 4, 40))
+    shapes = PACKED_SHAPES
 
     def __init__(self, backend: Backend, offsets: Any, **options: Any) -> None:
         super().__init__(backend, **options)
