@@ -59,7 +59,7 @@ TOOLS = {
 }
 KERNELS = {
     *("forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"),
-    *("backward_dbias_simt", "sum_parts", "dsinks"),
+    *("backward_dbias_simt", "sum_parts", "dsinks", "merge_states"),
 }
 
 _MODULES = (

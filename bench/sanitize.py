@@ -179,6 +179,27 @@ def run_options(options: tuple[str, ...], dtype: str) -> None:
         check.check_backward(grads, inputs)
 
 
+def run_merge(dtype: str) -> None:
+    """Merge few parts and more than one launch takes, some of them ignored, and compare."""
+    import cuflash
+
+    rng = np.random.default_rng(0)
+    for count, dim in ((3, 64), (18, 5)):
+        shape = (2, 33, 3, dim)
+        outs = [rng.standard_normal(shape).astype(numpy_dtype(dtype)) for _ in range(count)]
+        lses = [rng.standard_normal((2, 3, 33)).astype(accumulator(dtype)) for _ in range(count)]
+        lses[1][..., :9] = -np.inf
+        outs[1][:, :9] = np.nan
+        outs[2] = outs[2][:, ::-1]
+        to = Destination(shape, numpy_dtype(dtype))
+        given = [[upload(x) for x in parts] for parts in (outs, lses)]
+        got = cuflash.merge_states(*given, out=(to.view, None))
+        want = cuflash.reference.merge_states(outs, lses)
+        error = {"float64": 1e-13, "float32": 1e-5}.get(dtype, 2e-2)
+        np.testing.assert_allclose(to.result().astype("f8"), want[0], atol=error)
+        np.testing.assert_allclose(got[1].get(), want[1], atol=1e-5)
+
+
 def run(case: Case, dtype: str) -> None:
     """Run both passes and compare."""
     import check
@@ -221,6 +242,7 @@ def check_all(wanted: str) -> int:
     todo: list[tuple[str, Callable[[str], None]]]
     todo = [(case.name, functools.partial(run, case)) for case in CASES]
     todo += [(name, functools.partial(run_options, x)) for name, x in OPTIONS.items()]
+    todo += [("merge", run_merge)]
     for case_name, action in todo:
         for dtype in DTYPES:
             name = f"{dtype} {case_name}"

@@ -231,10 +231,11 @@ def attention_backward(
     q, k, v : array
         The arguments of the forward call.
     output, lse : array
-        What ``attention(..., return_lse=True)`` returned for these very q, k, v and options. The
-        gradients of anything else are wrong, and nothing can tell: shapes are all that is checked.
+        What ``attention(..., return_lse=True)`` returned for these very q, k, v and options, or
+        `merge_states` for these and further keys. The gradients of anything else are wrong, and
+        nothing can tell: shapes are all that is checked.
     dlse : array, of the shape and dtype of `lse`, optional
-        Gradient of the loss with respect to lse. Ignored in rows that see no key.
+        Gradient of the loss with respect to lse. In rows that see no key it reaches `sinks` alone.
     scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed, layout
         As in the forward call.
     wrt : sequence of {"q", "k", "v", "bias", "sinks"}, optional
@@ -253,7 +254,8 @@ def attention_backward(
     -------
     Gradients
         ``dq``, ``dk``, ``dv``, ``dbias`` and ``dsinks``; ``dq, dk, dv = ...`` unpacks the first.
-        ``dbias`` has the shape of `bias`: it is summed over the axes that `bias` has once.
+        ``dbias`` has the shape and dtype of `bias`: it is summed over the axes that `bias` has
+        once, which is a reason to keep a bias of many terms in float32.
 
     Raises
     ------

@@ -24,6 +24,8 @@ class Gradients:
         dtype of its argument.
     dbias, dsinks : array or None
         The same for ``bias`` and ``sinks``; None in a call that has no such argument.
+
+    Where the call's ``wrt`` leaves out an argument, its gradient is None.
     """
 
     dq: Any

@@ -258,7 +258,10 @@ def _read_options(
         found["bias"] = x = arrays.adopt("bias", bias)
         if x.dtype not in (inputs.q.dtype, p.dtype.accum):
             either = " or ".join(dict.fromkeys([str(inputs.q.dtype), str(p.dtype.accum)]))
-            raise TypeError(f"bias: expected dtype {either} for {p.dtype} inputs, got {x.dtype}")
+            raise TypeError(
+                f"bias: expected dtype {either} for {p.dtype} inputs, got {x.dtype}; "
+                "convert it with .astype(...)"
+            )
         bias_shape = _pair_shape("bias", x, p, inputs.device)
         features.add("bias")
     if mask is not None:
@@ -327,7 +330,8 @@ def _pair_shape(name: str, x: View, p: Problem, device: int | None) -> tuple[int
 def _per_head(name: str, x: View, p: Problem, device: int | None) -> None:
     if x.dtype != p.dtype.accum:
         raise TypeError(
-            f"{name}: expected dtype {p.dtype.accum} for {p.dtype} inputs, got {x.dtype}"
+            f"{name}: expected dtype {p.dtype.accum} for {p.dtype} inputs, got {x.dtype}; "
+            "convert it with .astype(...)"
         )
     _same_place(name, x, device)
 

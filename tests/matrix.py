@@ -21,9 +21,10 @@ from cuflash.plan import (
     Delta,
     Dsinks,
     ForwardSimt,
-    KernelPlan,
+    MergeStates,
     Plan,
     SumParts,
+    UnitPlan,
 )
 from cuflash.problem import FEATURES, Traits
 
@@ -193,14 +194,16 @@ _FEATURE_SETS = [tuple(n for n in FEATURES if n in s) for s in simt.FEATURE_SETS
 _FEATURE_SETS = [(), *(options for options in _FEATURE_SETS if options)]
 
 
-def cubins(full: bool = False) -> list[tuple[str, KernelPlan]]:
+def cubins(full: bool = False) -> list[tuple[str, UnitPlan]]:
     """Return (architecture, plan) of what must compile without spilling.
 
     Every architecture meets every head size and every dtype, and every dtype every head size;
     `full` is the whole product.
     """
-    found: dict[tuple[str, KernelPlan], None] = {}
+    found: dict[tuple[str, UnitPlan], None] = {}
     for i, (name, where) in enumerate(ARCHITECTURES.items()):
+        for dtype in DTYPES:
+            found[name, MergeStates(dtype)] = None
         for j, head_dim in enumerate(HEAD_DIMS):
             for k, dtype in enumerate(DTYPES):
                 if full or (i + j) % len(DTYPES) == k:

@@ -8,7 +8,7 @@ import pytest
 
 from cuflash import compile, device, select
 from cuflash.dtypes import DTYPES
-from cuflash.plan import BackwardDkdvSimt, BackwardDqSimt, ForwardSimt, KernelPlan
+from cuflash.plan import BackwardDkdvSimt, BackwardDqSimt, ForwardSimt, UnitPlan
 from cuflash.problem import FEATURES, Traits
 
 CUBINS = matrix.cubins()
@@ -18,7 +18,7 @@ NAMES = [f"{name}-{plan.kernel}-{i}" for i, (name, plan) in enumerate(CUBINS)]
 
 
 @pytest.mark.parametrize(("name", "plan"), CUBINS, ids=NAMES)
-def test_plan_compiles_without_spills(name: str, plan: KernelPlan) -> None:
+def test_plan_compiles_without_spills(name: str, plan: UnitPlan) -> None:
     text = compile.translation_unit(plan, cpu=False)
     image, log = compile.compile_cubin(text, plan, matrix.ARCHITECTURES[name])
     usage = compile.usage(log)

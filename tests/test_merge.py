@@ -12,8 +12,7 @@ import pytest
 from conftest import Backend
 
 import cuflash
-from cuflash import compile, device, reference
-from cuflash.plan import MergeStates
+from cuflash import reference
 
 DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name))
@@ -374,17 +373,3 @@ def test_captured_graphs_merge_anew(count) -> None:
     outs[0] *= 2
     lses[-1] += np.float32(1)
     compare((out.get(), lse.get()), reference.merge_states(outs, lses), "float32")
-
-
-# --- compilation ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_compiles_without_spills(dtype, capability) -> None:
-    plan = MergeStates(dtype)
-    text = compile.translation_unit(plan, cpu=False)
-    _, log = compile.compile_cubin(text, plan, device.architecture(*capability))
-    usage = compile.usage(log)
-    assert 0 < usage.registers <= 64
-    assert usage.spill_bytes == usage.stack_bytes == 0 and not usage.warnings

@@ -115,7 +115,13 @@ _BACKWARD_DKDV = {
 }
 
 # Any head size passes by in chunks.
-_BACKWARD_DBIAS = {4: _Tile(512, 64, 64, 16, 16, 32, 1, 2), 8: _Tile(512, 32, 32, 16, 16, 32, 1, 2)}
+_BACKWARD_DBIAS = {
+    4: (
+        _Tile(512, 64, 64, 16, 16, 32, 1, 2, options=1),
+        _Tile(512, 64, 32, 16, 16, 32, 1, 2),
+    ),
+    8: (_Tile(512, 32, 32, 16, 16, 32, 1, 2),),
+}
 
 #: Sets of options that kernels are compiled for, the quickest first. A call gets the first that has
 #: all of its options; what a call does not use costs little at run time, but it costs registers.
@@ -152,9 +158,8 @@ class Simt:
             _candidates(_BACKWARD_DKDV, backward_dkdv, traits),
         ]
         if "bias" in traits.features:
-            tile = _BACKWARD_DBIAS[dtype.accum.itemsize]
-            shape = _shape(dtype, tile, compiled_for(traits.features))
-            kernels += [[BackwardDbiasSimt(**shape)], [SumParts(dtype.name)]]
+            kernels += [_candidates(_BACKWARD_DBIAS, backward_dbias, traits)]
+            kernels += [[SumParts(dtype.name)]]
         if "sinks" in traits.features:
             kernels += [[Dsinks(dtype.name)]]
         return kernels
@@ -252,6 +257,18 @@ def backward_dkdv(
         resident_chunks=chunks_of(head_dim, tile.chunk) if resident else 0,
         resident_chunks_v=chunks_of(head_dim_v, tile.chunk) if resident else 0,
     )
+
+
+def backward_dbias(
+    dtype: DType,
+    tile: _Tile,
+    head_dim: int,
+    head_dim_v: int,
+    resident: bool,
+    options: frozenset[str] = frozenset(),
+) -> BackwardDbiasSimt:
+    """Return the plan of a tile shape for the gradient of the bias."""
+    return BackwardDbiasSimt(**_shape(dtype, tile, options))
 
 
 assert set(_FORWARD) == {row.accum.itemsize for row in DTYPES.values()}

@@ -113,7 +113,8 @@ __device__ __forceinline__ void write_sum(const Accum (&sum)[kRowsPerLane][kKeys
     }
     __syncthreads();
     for (int at = threadIdx.x; at < rows * cols; at += plan::kThreads) {
-        const int32 query = target.tile_q * rows + at / cols, key = target.tile_kv * cols + at % cols;
+        const int32 query = target.tile_q * rows + at / cols,
+                    key = target.tile_kv * cols + at % cols;
         if (query >= t.queries || key >= t.keys) continue;
         Accum total = 0;
         for (int i = at / cols; i < plan::kTileQ; i += rows) {
@@ -122,8 +123,9 @@ __device__ __forceinline__ void write_sum(const Accum (&sum)[kRowsPerLane][kKeys
         if (p.dbias_splits > 1) {
             const int64 matrix =
                 (static_cast<int64>(target.split) * t.batch + target.batch) * t.heads + target.head;
-            hw::store(static_cast<Accum*>(p.dbias_parts) + (matrix * t.queries + query) * t.keys + key,
-                      total);
+            hw::store(
+                static_cast<Accum*>(p.dbias_parts) + (matrix * t.queries + query) * t.keys + key,
+                total);
         } else {
             write_pair(t, target.batch, target.head, query, key, total);
         }

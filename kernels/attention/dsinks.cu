@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradient of the sinks:
 //
-//     dsinks[h] = sum over b and i of exp(sink[h] - lse[b][h][i]) * (dlse[b][h][i] - delta[b][h][i])
+//     dsinks[h] = sum over b and i of exp(sink[h] - lse[b][h][i]) * (dlse[b][h][i] -
+//     delta[b][h][i])
 //
 // A block sums one head: each thread the rows that are kThreads apart, then all threads by halves,
 // always in the same order. A row with lse = -inf has no sink in it (all its scores, and the sink,
@@ -23,10 +24,17 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads)
     for (int32 head = blockIdx.x; head < p.heads_q; head += gridDim.x) {
         const Accum sink = hw::load(head_value(p.sinks, 0, head));
         Accum sum = 0;
-        const int64 rows = array_batch(p) * p.seqlen_q;
-        for (int64 index = thread; index < rows; index += plan::kThreads) {
-            const Entry entry = all_rows(p, index / p.seqlen_q);
-            const int32 row = static_cast<int32>(index % p.seqlen_q);
+        // (batch, row) advances by kThreads rows at a time.
+        const int32 rows = max(p.seqlen_q, 1);
+        const int64 batches = p.seqlen_q ? array_batch(p) : 0;
+        int64 batch = thread / rows;
+        int32 row = thread % rows;
+        for (; batch < batches; batch += plan::kThreads / rows, row += plan::kThreads % rows) {
+            if (row >= rows) {
+                row -= rows;
+                if (++batch >= batches) break;
+            }
+            const Entry entry = all_rows(p, batch);
             const Accum lse = hw::load(vector(p.lse, entry, head).at(row));
             if (lse == -softmax::infinity<Accum>()) continue;
             // Where no key counts, out is 0, and what dout holds does not matter, not even as NaN.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The run-time values of every kernel: one struct, passed by value. cuflash/launch.py packs the
+// The run-time values of every kernel: one struct, passed by value. cuflash/params.py packs the
 // same fields in the same order; the size is compared when a kernel is compiled.
 #pragma once
 #include "parts/types.cuh"
@@ -41,23 +41,23 @@ struct Offsets {
 };
 
 struct Params {
-    Tensor q;          // (batch, seqlen_q, heads_q, head_dim)
-    Tensor k;          // (batch, seqlen_kv, heads_kv, head_dim)
-    Tensor v;          // (batch, seqlen_kv, heads_kv, head_dim_v)
-    Tensor out;        // (batch, seqlen_q, heads_q, head_dim_v)
-    Tensor dout;       // as out; backward only, like all that begins with d
-    Tensor dq;         // as q
-    Tensor dk;         // as k
-    Tensor dv;         // as v
-    RowTensor lse;     // (batch, heads_q, seqlen_q); written by the forward if not null
-    RowTensor dlse;    // as lse; gradient that arrives through lse, may be null
-    RowTensor delta;   // as lse; workspace: rowsum(dout * out)
-    PairTensor bias;   // (batch, heads_q, seqlen_q, seqlen_kv)
-    PairTensor dbias;  // as bias, and of its type
-    PairTensor mask;   // as bias; bytes, of which 0 hides the key
-    HeadTensor slopes;    // (batch, heads_q); of ALiBi
-    HeadTensor sinks;     // (1, heads_q)
-    HeadTensor dsinks;    // as sinks
+    Tensor q;           // (batch, seqlen_q, heads_q, head_dim)
+    Tensor k;           // (batch, seqlen_kv, heads_kv, head_dim)
+    Tensor v;           // (batch, seqlen_kv, heads_kv, head_dim_v)
+    Tensor out;         // (batch, seqlen_q, heads_q, head_dim_v)
+    Tensor dout;        // as out; backward only, like all that begins with d
+    Tensor dq;          // as q
+    Tensor dk;          // as k
+    Tensor dv;          // as v
+    RowTensor lse;      // (batch, heads_q, seqlen_q); written by the forward if not null
+    RowTensor dlse;     // as lse; gradient that arrives through lse, may be null
+    RowTensor delta;    // as lse; workspace: rowsum(dout * out)
+    PairTensor bias;    // (batch, heads_q, seqlen_q, seqlen_kv)
+    PairTensor dbias;   // as bias, and of its type
+    PairTensor mask;    // as bias; bytes, of which 0 hides the key
+    HeadTensor slopes;  // (batch, heads_q); of ALiBi
+    HeadTensor sinks;   // (1, heads_q)
+    HeadTensor dsinks;  // as sinks
     Offsets cu_seqlens_q, cu_seqlens_kv;
     void* dbias_parts;    // workspace: (dbias_splits, all of dbias) of Accum
     const void* seed_at;  // one 64-bit integer; null: the seed is `seed`
@@ -67,8 +67,9 @@ struct Params {
     double kept;     // what kept probabilities are multiplied by: 1 / (1 - dropout_p), or 0
     int64 batch;     // entries: packed arrays have no batch axis, so that their stride is 0
     uint32 dropped;  // a pair whose random number is below is dropped; 0: none
-    int32 heads_q, heads_kv;    // query head h reads key head h / (heads_q / heads_kv)
-    int32 seqlen_q, seqlen_kv;  // of packed arrays: the rows of all entries, and what surrounds them
+    int32 heads_q, heads_kv;  // query head h reads key head h / (heads_q / heads_kv)
+    int32 seqlen_q,
+        seqlen_kv;  // of packed arrays: the rows of all entries, and what surrounds them
     int32 head_dim, head_dim_v;
     int32 window_left, window_right;  // keys before and after the diagonal; kOpen: no limit
     int32 dbias_splits;               // parts that the sums of dbias are cut into

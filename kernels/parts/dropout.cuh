@@ -2,10 +2,10 @@
 // The random numbers of dropout: a pure function of (seed, batch, head, query, key), so that a pair
 // has the same fate in every pass, tile shape, split and GPU.
 //
-// Each row of scores draws two words from Philox4x32-10 (Salmon et al., "Parallel random numbers: as
-// easy as 1, 2, 3", 2011); each key of the row then mixes its index with them, by the finalizer of
-// MurmurHash3. A row costs about 80 instructions once, a pair 9. cuflash.reference.dropout_keep is
-// the same function.
+// Each row of scores draws two words from Philox4x32-10 (Salmon et al., "Parallel random numbers:
+// as easy as 1, 2, 3", 2011); each key of the row then mixes its index with them, by the finalizer
+// of MurmurHash3. A row costs about 80 instructions once, a pair 9. cuflash.reference.dropout_keep
+// is the same function.
 #pragma once
 #include "parts/types.cuh"
 

@@ -26,12 +26,16 @@ matrix(const Tensor& t, int64 batch, int32 head, int32 first, int32 rows, int32 
             t.vectors != 0};
 }
 // Of a tensor whose rows are queries, or keys.
-__device__ __forceinline__ Matrix
-query_matrix(const Tensor& t, const Entry& entry, int32 head, int32 cols) {
+__device__ __forceinline__ Matrix query_matrix(const Tensor& t,
+                                               const Entry& entry,
+                                               int32 head,
+                                               int32 cols) {
     return matrix(t, entry.batch, head, entry.first_q, entry.seqlen_q, cols);
 }
-__device__ __forceinline__ Matrix
-key_matrix(const Tensor& t, const Entry& entry, int32 head, int32 cols) {
+__device__ __forceinline__ Matrix key_matrix(const Tensor& t,
+                                             const Entry& entry,
+                                             int32 head,
+                                             int32 cols) {
     return matrix(t, entry.batch, head, entry.first_kv, entry.seqlen_kv, cols);
 }
 
@@ -56,8 +60,8 @@ __device__ __forceinline__ Accum* head_value(const HeadTensor& t, int64 batch, i
 // Round and write one element of a (batch, head, query, key) array.
 __device__ __forceinline__ void write_pair(
     const PairTensor& t, int64 batch, int32 head, int32 query, int32 key, Accum value) {
-    const int64 at = batch * t.stride_batch + head * t.stride_head + query * t.stride_query +
-                     key * t.stride_key;
+    const int64 at =
+        batch * t.stride_batch + head * t.stride_head + query * t.stride_query + key * t.stride_key;
     if (t.wide) {
         hw::store(static_cast<Accum*>(t.data) + at, value);
     } else {

@@ -28,12 +28,14 @@ struct Score {
 
 // A (query, key) matrix of bias or mask, of one head of one entry.
 struct Pairs {
-    const unsigned char* data;  // null: none
+    const unsigned char* data;       // null: none
     int64 stride_query, stride_key;  // in elements
     int32 last_query, last_key;      // packed entries may be longer than the array, by mistake
 
-    __device__ static __forceinline__ Pairs
-    of(const PairTensor& t, const Entry& entry, int32 head, int32 bytes) {
+    __device__ static __forceinline__ Pairs of(const PairTensor& t,
+                                               const Entry& entry,
+                                               int32 head,
+                                               int32 bytes) {
         const int64 offset = entry.batch * t.stride_batch + head * t.stride_head;
         return {static_cast<const unsigned char*>(t.data) + offset * bytes, t.stride_query,
                 t.stride_key, t.queries - 1, t.keys - 1};
@@ -104,8 +106,7 @@ struct Scores {
     }
 
     // May pairs of this tile be hidden? If not, no pair need be asked about.
-    __device__ __forceinline__ bool
-    hides(int32 query, int32 queries, int32 key, int32 keys) const {
+    __device__ __forceinline__ bool hides(int32 query, int32 queries, int32 key, int32 keys) const {
         bool pairs = false;
         if constexpr (plan::kBias) pairs = bias.data;
         if constexpr (plan::kMask) pairs = pairs || mask.data;
@@ -122,8 +123,10 @@ struct Scores {
     }
 
     // `some_hidden`: what hides() said of the tile that the pair lies in.
-    __device__ __forceinline__ Score
-    at(Accum product, int32 query, int32 key, bool some_hidden) const {
+    __device__ __forceinline__ Score at(Accum product,
+                                        int32 query,
+                                        int32 key,
+                                        bool some_hidden) const {
         Score score = {softmax::scaled(scale, product), Accum(1), true};
         if (some_hidden) {
             score.seen = band.visible(query, key);
@@ -131,7 +134,8 @@ struct Scores {
         }
         if constexpr (plan::kSoftcap) {
             if (cap > Accum(0)) {
-                const Accum t = softmax::hyperbolic_tangent(softmax::scaled(inverse_cap, score.value));
+                const Accum t =
+                    softmax::hyperbolic_tangent(softmax::scaled(inverse_cap, score.value));
                 score.value = softmax::scaled(cap, t);
                 score.slope = (Accum(1) - t) * (Accum(1) + t);
             }
