@@ -406,7 +406,7 @@ class Check:
         self.write()
         self.prepare(deadline)
         self.run_checks(deadline, workers, everything)
-        for name in ("speed", "memory", "host"):
+        for name in ("speed", "options", "memory", "host"):
             if name in self.wanted:
                 self.measure(name, deadline)
 

@@ -68,7 +68,7 @@ def workspace_bytes(problem: Problem, inputs: Arrays, results: dict[str, View]) 
 
 
 def _runs(plan: KernelPlan, results: Mapping[str, Any]) -> bool:
-    return not plan.results or not results.keys().isdisjoint(plan.results)
+    return not plan.results or any(name in results for name in plan.results)
 
 
 def _scratch(plans: Iterable[KernelPlan], problem: Problem) -> tuple[dict[str, int], int]:

@@ -55,16 +55,22 @@ def pack(buffer: Any, problem: Problem, layout: Layout, operands: Operands) -> N
     fields += _NO_ROWS if x.lse is None else _rows(x.lse)
     fields += _NO_ROWS if x.dlse is None else _rows(x.dlse)
     fields += (x.delta, 0 if p.is_packed else p.heads_q * p.seqlen_q, p.seqlen_q, 1)
-    fields += _options(p, x) if p.features else _NO_OPTIONS
-    _PARAMS.pack_into(
+    params, kept, dropped = _PLAIN, 1.0, 0
+    if p.features:
+        params = _PARAMS
+        fields += _options(p, x)
+        if p.dropout_p:
+            kept = 1 / (1 - p.dropout_p) if p.dropout_p < 1 else 0.0
+            dropped = min(round(p.dropout_p * 2**32), 2**32 - 1)
+    params.pack_into(
         buffer,
         0,
         *fields,
         p.scale,
         p.softcap,
-        _kept(p.dropout_p),
+        kept,
         p.batch,
-        min(round(p.dropout_p * 2**32), 2**32 - 1),
+        dropped,
         p.heads_q,
         p.heads_kv,
         p.seqlen_q,
@@ -81,19 +87,16 @@ def pack(buffer: Any, problem: Problem, layout: Layout, operands: Operands) -> N
 # Eight Tensor, three RowTensor, three PairTensor, three HeadTensor, two Offsets, dbias_parts,
 # seed_at, seed, then the scalars.
 _OPTIONS = 3 * "Q4q4iq" + 3 * "Q2q" + 2 * "Q2q" + "QQQ"
-_PARAMS = struct.Struct("=" + 8 * "Q5q" + 3 * "Q3q" + _OPTIONS + "3dqI11i")
-assert _PARAMS.size == PARAMS_BYTES
+_ARRAYS, _SCALARS = 8 * "Q5q" + 3 * "Q3q", "3dqI11i"
+_PARAMS = struct.Struct(f"={_ARRAYS}{_OPTIONS}{_SCALARS}")
+#: The same for a call without options, where that part is zero.
+_PLAIN = struct.Struct(f"={_ARRAYS}{struct.calcsize('=' + _OPTIONS)}x{_SCALARS}")
+assert _PARAMS.size == _PLAIN.size == PARAMS_BYTES
 
 _NO_TENSOR = (0,) * 6
 _NO_ROWS = (0,) * 4
 _NO_PAIRS = (0,) * 10
 _NO_HEADS = (0,) * 3
-_NO_OPTIONS = (0,) * (3 * 10 + 3 * 3 + 2 * 3 + 3)
-
-
-def _kept(dropout_p: float) -> float:
-    """Return what probabilities that are kept are multiplied by."""
-    return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
 
 
 def _tensor(x: View, layout: Layout, group: int) -> tuple[int, ...]:

@@ -1104,7 +1104,7 @@ WANTED = [
 ]
 
 
-@pytest.mark.parametrize(("wrt", "want"), WANTED, ids=str)
+@pytest.mark.parametrize(("wrt", "want"), WANTED, ids=range(len(WANTED)))
 def test_wrt_may_be(backend: Backend, launches: list[str], wrt: Any, want: set[str]) -> None:
     grads = accepted(backward, backend, launches, **WITH_BOTH, wrt=wrt)
     for name in ("q", "k", "v", "bias", "sinks"):
