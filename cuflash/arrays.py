@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,15 +162,28 @@ def _from_cuda_interface(name: str, x: Any) -> Any:
 _NO_CHANGE = contextlib.nullcontext()
 
 
+class _Ready(threading.local):
+    """The GPUs on which this thread has a context: launches by the driver make none."""
+
+    devices: frozenset[int] = frozenset()
+
+
+_ready = _Ready()
+
+
 def on(device: int | None) -> contextlib.AbstractContextManager[Any]:
     """Make a GPU the current one, if it is not; its current stream and pool are then in use."""
     if device is None:
         return _NO_CHANGE
     import cupy
 
-    if cupy.cuda.runtime.getDevice() == device:
-        return _NO_CHANGE
-    return cupy.cuda.Device(device)
+    runtime = cupy.cuda.runtime
+    if runtime.getDevice() != device:
+        return cupy.cuda.Device(device)  # makes a context, too
+    if device not in _ready.devices:
+        runtime.memGetInfo()  # as any call of the runtime that needs a context
+        _ready.devices |= {device}
+    return _NO_CHANGE
 
 
 def empty(like: View, shape: tuple[int, ...], dtype: np.dtype) -> View:

@@ -167,11 +167,13 @@ def bounds(inputs: Inputs, want: dict[str, np.ndarray]) -> dict[str, float]:
             fixed = 1e-10 * (1 + top) if dtype == np.float64 else 1e-4 + 1e-6 * top
             allowed[name] = max(fixed, 2 * error)
             continue
-        # All zero is exact, but for sums that cancel; otherwise one unit is at least the smallest
-        # step of the dtype.
-        error = error if top or name in SUMS else 0.0
+        # All zero is exact, but for sums that cancel, and for what dropout multiplies before it
+        # cancels; otherwise one unit is at least the smallest step of the dtype. In extended
+        # precision there are numbers that float64 does not have.
+        zero = not value.any()
+        error = 0.0 if zero and name not in SUMS and not inputs.dropout_p else error
         info = ml_dtypes.finfo(dtype)
-        unit = max(float(info.eps) * top, float(info.smallest_subnormal)) if top else 0.0
+        unit = 0.0 if zero else max(float(info.eps) * top, float(info.smallest_subnormal))
         allowed[name] = 2 * error + unit
     return allowed
 

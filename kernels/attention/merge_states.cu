@@ -74,8 +74,9 @@ __device__ __forceinline__ Group load_group(const MergeParams& p,
                                             const Place& at,
                                             int64 dim) {
     const Element* from = out_at(s, at, dim);
-    if (s.vectors) return hw::load(reinterpret_cast<const Group*>(from));
     Group group = {};
+    if (dim >= p.dim) return group;  // rows of no element have a thread for their lse
+    if (s.vectors) return hw::load(reinterpret_cast<const Group*>(from));
 #pragma unroll
     for (int e = 0; e < kGroup; ++e) {
         if (dim + e < p.dim) group.v[e] = hw::load(from + e * s.out_dim);
@@ -85,6 +86,7 @@ __device__ __forceinline__ Group load_group(const MergeParams& p,
 __device__ __forceinline__ void store_group(
     const MergeParams& p, const State& s, const Place& at, int64 dim, const Group& group) {
     Element* to = out_at(s, at, dim);
+    if (dim >= p.dim) return;
     if (s.vectors) {
         hw::store(reinterpret_cast<Group*>(to), group);
         return;
