@@ -152,7 +152,7 @@ def _options_of(c: Case) -> dict[str, Any]:
         given["softcap"] = float(rng.choice([0.8, 5.0, 40.0]))
     if "bias" in c.options:
         bias = rng.standard_normal(_some_axes(rng, full))
-        if rng.random() < 0.4:
+        if c.values == "poison" or rng.random() < 0.4:
             bias[rng.random(bias.shape) < 0.2] = -np.inf
             bias[..., rng.random(bias.shape[-1]) < 0.2] = -np.inf
         dtype = numpy_dtype(c.dtype) if rng.random() < 0.5 else accum
