@@ -215,7 +215,10 @@ def upload(x: View) -> tuple[View, Any]:
     pinned = np.frombuffer(source, x.dtype, x.array.size)
     pinned[:] = x.array
     copy = cupy.ndarray(x.shape, x.dtype)
-    copy.data.copy_from_host_async(pinned.ctypes.data, pinned.nbytes, stream)
+    # CuPy's own copy refuses while a stream is capturing, since it could not keep the source.
+    runtime = cupy.cuda.runtime
+    kind = runtime.memcpyHostToDevice
+    runtime.memcpyAsync(copy.data.ptr, source.ptr, pinned.nbytes, kind, stream.ptr)
     return view(copy), (source, copy)
 
 

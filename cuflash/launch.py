@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from . import arrays, compile, device, host, select
 from .arrays import View
 from .merge import Merge, Parts
@@ -151,7 +153,7 @@ def _run(
     params = _params
     pack(params.bytes, problem, i.layout, operands)
     if i.device is None:
-        _warn_if_slow(direction, problem)
+        _warn_if_slow(direction, problem, inputs)
         buffers = [
             (name, *arrays.extent(x), name in results)
             for name, x in zip(Operands._fields, operands, strict=True)
@@ -237,7 +239,7 @@ def _steps(
 _warned = False
 
 
-def _warn_if_slow(direction: str, problem: Problem) -> None:
+def _warn_if_slow(direction: str, problem: Problem, inputs: Arrays) -> None:
     """Say once how long a large call takes on the CPU back end."""
     global _warned
     if _warned:
@@ -246,6 +248,9 @@ def _warn_if_slow(direction: str, problem: Problem) -> None:
     products = 7 if direction == "backward" else 2
     keys = min(p.seqlen_kv, p.window_left + p.window_right + 1)  # that a query sees, at most
     pairs = p.batch * p.heads_q * p.seqlen_q * keys
+    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_kv is not None:
+        lengths = (np.diff(x.array) for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_kv))
+        pairs = p.heads_q * sum(int(a) * min(int(b), keys) for a, b in zip(*lengths, strict=True))
     rate = 2e9 if "clang" in host.find_compiler().version else 4e8  # multiply-adds in a second
     seconds = pairs * products * max(p.head_dim, p.head_dim_v) / rate
     if seconds > _CPU_PATIENCE:

@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn, row: Row) -> Case:
         scale=draw(st.none() | st.sampled_from([0.3, -0.2, 1.0])),
         layout=draw(st.sampled_from(["bshd", "bhsd"])),
         views=draw(st.tuples(*[st.just("contiguous") | st.sampled_from(VIEWS)] * 4)),
-        values=draw(st.sampled_from(VALUES)),
+        values=draw(st.sampled_from((*VALUES, *["poison"] * 3) if options else VALUES)),
         with_dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 10**6)),
         schedule=draw(st.integers(0, 6)),

@@ -38,7 +38,7 @@ class _Tile(NamedTuple):
     chunk: int
     blocks_per_sm: int
     unroll: int
-    options: int = len(FEATURES)  # how many it has registers for; with more, the next row is taken
+    options: tuple[int, int] = (0, len(FEATURES))  # how many options it serves, from and to
 
 
 # By bytes of an accumulator. Where several rows serve a head size, the first that fits is taken,
@@ -47,6 +47,8 @@ _FORWARD = {
     4: (
         _Tile(16, 64, 64, 8, 16, 16, 3, 2),
         _Tile(32, 64, 64, 8, 16, 32, 3, 2),
+        _Tile(64, 64, 64, 8, 16, 64, 3, 4, options=(0, 0)),
+        _Tile(64, 64, 128, 8, 16, 64, 3, 2, options=(1, 1)),
         _Tile(64, 64, 64, 8, 16, 64, 3, 4),
         _Tile(96, 64, 64, 16, 8, 32, 2, 2),
         _Tile(128, 64, 64, 16, 8, 64, 2, 4),
@@ -56,10 +58,10 @@ _FORWARD = {
     8: (
         _Tile(16, 32, 64, 8, 16, 16, 3, 2),
         _Tile(32, 32, 64, 8, 16, 32, 2, 2),
-        _Tile(64, 64, 64, 16, 8, 64, 1, 2, options=0),
+        _Tile(64, 64, 64, 16, 8, 64, 1, 2, options=(0, 0)),
         _Tile(64, 32, 32, 8, 16, 32, 2, 2),
         _Tile(96, 64, 32, 16, 8, 32, 1, 2),
-        _Tile(128, 64, 32, 16, 8, 64, 1, 2, options=0),
+        _Tile(128, 64, 32, 16, 8, 64, 1, 2, options=(0, 0)),
         _Tile(128, 32, 32, 16, 16, 32, 1, 2),
         _Tile(256, 32, 32, 16, 16, 32, 1, 2),
         _Tile(512, 16, 32, 16, 16, 32, 1, 2),
@@ -72,7 +74,7 @@ _BACKWARD_DQ = {
         _Tile(64, 64, 64, 16, 8, 64, 3, 1),
         _Tile(64, 64, 32, 16, 16, 32, 1, 2),
         _Tile(96, 64, 64, 16, 16, 32, 1, 2),
-        _Tile(128, 128, 64, 16, 16, 128, 1, 4, options=1),
+        _Tile(128, 128, 64, 16, 16, 128, 1, 4, options=(0, 1)),
         _Tile(128, 64, 64, 16, 16, 64, 1, 2),
         _Tile(128, 64, 32, 16, 16, 32, 1, 2),
         _Tile(256, 64, 32, 16, 16, 64, 1, 2),
@@ -81,10 +83,10 @@ _BACKWARD_DQ = {
     8: (
         _Tile(16, 32, 32, 8, 16, 16, 2, 2),
         _Tile(32, 32, 32, 8, 16, 32, 2, 2),
-        _Tile(64, 64, 32, 16, 8, 64, 1, 2, options=1),
+        _Tile(64, 64, 32, 16, 8, 64, 1, 2, options=(0, 1)),
         _Tile(64, 32, 32, 16, 16, 32, 1, 2),
         _Tile(96, 64, 32, 16, 16, 32, 1, 2),
-        _Tile(128, 64, 64, 16, 16, 64, 1, 2, options=0),
+        _Tile(128, 64, 64, 16, 16, 64, 1, 2, options=(0, 0)),
         _Tile(128, 32, 32, 16, 16, 32, 1, 2),
         _Tile(256, 32, 32, 16, 16, 32, 1, 2),
         _Tile(512, 16, 32, 16, 16, 32, 1, 2),
@@ -96,7 +98,7 @@ _BACKWARD_DKDV = {
         _Tile(32, 64, 64, 16, 16, 32, 1, 2),
         _Tile(64, 32, 64, 8, 16, 64, 3, 1),
         _Tile(96, 64, 64, 16, 16, 32, 1, 2),
-        _Tile(128, 128, 64, 16, 16, 128, 1, 4, options=1),
+        _Tile(128, 128, 64, 16, 16, 128, 1, 4, options=(0, 1)),
         _Tile(128, 32, 64, 16, 16, 32, 1, 2),
         _Tile(256, 32, 32, 16, 16, 64, 1, 2),
         _Tile(512, 32, 16, 16, 16, 64, 1, 2),
@@ -104,10 +106,10 @@ _BACKWARD_DKDV = {
     8: (
         _Tile(16, 32, 32, 8, 16, 16, 2, 2),
         _Tile(32, 32, 32, 8, 16, 32, 2, 2),
-        _Tile(64, 64, 32, 8, 16, 64, 1, 2, options=1),
+        _Tile(64, 64, 32, 8, 16, 64, 1, 2, options=(0, 1)),
         _Tile(64, 32, 32, 16, 16, 32, 1, 2),
         _Tile(96, 32, 32, 16, 16, 32, 1, 2),
-        _Tile(128, 32, 64, 16, 16, 128, 1, 2, options=1),
+        _Tile(128, 32, 64, 16, 16, 128, 1, 2, options=(0, 1)),
         _Tile(128, 32, 32, 16, 16, 32, 1, 2),
         _Tile(256, 32, 16, 16, 16, 32, 1, 2),
         _Tile(512, 32, 16, 16, 16, 16, 1, 2),
@@ -117,7 +119,7 @@ _BACKWARD_DKDV = {
 # Any head size passes by in chunks.
 _BACKWARD_DBIAS = {
     4: (
-        _Tile(512, 64, 64, 16, 16, 32, 1, 2, options=1),
+        _Tile(512, 64, 64, 16, 16, 32, 1, 2, options=(0, 1)),
         _Tile(512, 64, 32, 16, 16, 32, 1, 2),
     ),
     8: (_Tile(512, 32, 32, 16, 16, 32, 1, 2),),
@@ -181,7 +183,7 @@ def _candidates(
     return [
         make(traits.dtype, row, traits.head_dim, traits.head_dim_v, resident, options)
         for row in rows
-        if row.head_dim == size and len(options) <= row.options
+        if row.head_dim == size and row.options[0] <= len(options) <= row.options[1]
         for resident in (True, False)
     ]
 
