@@ -247,10 +247,11 @@ def _warn_if_slow(direction: str, problem: Problem, inputs: Arrays) -> None:
     p = problem
     products = 7 if direction == "backward" else 2
     keys = min(p.seqlen_kv, p.window_left + p.window_right + 1)  # that a query sees, at most
-    pairs = p.batch * p.heads_q * p.seqlen_q * keys
+    pairs = p.rows * keys
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_kv is not None:
         lengths = (np.diff(x.array) for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_kv))
-        pairs = p.heads_q * sum(int(a) * min(int(b), keys) for a, b in zip(*lengths, strict=True))
+        seen = sum(int(a) * min(int(b), keys) for a, b in zip(*lengths, strict=True))
+        pairs = min(pairs, p.heads_q * seen)
     rate = 2e9 if "clang" in host.find_compiler().version else 4e8  # multiply-adds in a second
     seconds = pairs * products * max(p.head_dim, p.head_dim_v) / rate
     if seconds > _CPU_PATIENCE:

@@ -1058,6 +1058,14 @@ def test_a_slow_call_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
         cuflash.attention(huge[:, :1000], huge, huge)
     assert len(caught) == 1 and caught[0].filename == __file__
 
+    # Many short entries are quick, however many rows there are.
+    monkeypatch.setattr(launch, "_warned", False)
+    offsets = np.arange(0, 2**20 + 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cuflash.attention_varlen(huge[0], huge[0], huge[0], offsets, offsets)
+    monkeypatch.setattr(launch, "_warned", True)
+
     vjp = cuflash.attention_vjp(huge[:, :200], huge, huge)[1]
     monkeypatch.setattr(launch, "_warned", False)
     with pytest.warns(RuntimeWarning, match="this backward on NumPy arrays") as caught:
