@@ -18,7 +18,7 @@ gpu-check:  # all of it in one run, recorded in bench/results/gpu-check.json
 sanitize:
 	$(PYTHON) -m bench.gpu_check --only sanitize $(ARGS)
 bench:
-	$(PYTHON) -m bench.speed && $(PYTHON) -m bench.memory && $(PYTHON) -m bench.host_time
+	$(PYTHON) -m bench.speed && $(PYTHON) -m bench.options && $(PYTHON) -m bench.memory && $(PYTHON) -m bench.host_time
 clean-cache:
 	$(PYTHON) -c "from cuflash.cache import folder; \
 	[p.unlink() for s in ('*.cubin', '*.so') for p in folder().glob(s)]"

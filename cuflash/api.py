@@ -241,7 +241,7 @@ def attention_backward(
     wrt : sequence of {"q", "k", "v", "bias", "sinks"}, optional
         The gradients that are wanted; by default those of all arrays that the call has. What is not
         wanted is None. The gradient of a bias of full shape is as large as the matrix of scores,
-        and costs about a third more time.
+        and a backward with it was measured to take about twice as long as a plain one.
     out : tuple of (array or None), optional
         Where to write dq, dk, dv and, if it goes on, dbias and dsinks: arrays of the shapes and
         dtypes of q, k, v, bias and sinks that share no memory with an input nor with each other.
