@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 from . import arrays, launch
@@ -506,34 +507,30 @@ def _backward(problem: Problem, inputs: Arrays, wrt: Any, out: Any, workspace: A
     given = (None,) * 3 if out is None else out
     if not isinstance(given, (tuple, list)) or not 3 <= len(given) <= 5:
         raise TypeError(f"out: expected (dq, dk, dv[, dbias[, dsinks]]), got {_kind(out)}")
-    given = (*given, None, None)[:5]
-    of = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
+    i = inputs
+    of = {"q": i.q, "k": i.k, "v": i.v, "bias": i.bias, "sinks": i.sinks}
     to = Destinations(inputs)
     results: dict[str, View] = {}
+    found: list[Any] = []
     with arrays.on(inputs.device):
-        for name, x, destination in zip(_DIFFERENTIABLE, of, given, strict=True):
+        for (name, x), destination in zip_longest(of.items(), given):
             if name in wanted and x is not None:
-                label = f"d{name} of out"
-                results[f"d{name}"] = to.result(label, destination, x.shape, x.dtype)
-            elif destination is not None:
+                label = "d" + name
+                results[label] = y = to.result(label + " of out", destination, x.shape, x.dtype)
+                found.append(y.array if destination is None else destination)
+            elif destination is None:
+                found.append(None)
+            else:
                 raise ValueError(f"out: d{name} is not computed by this call; pass None for it")
-        extra = {"dk", "dv"} if not {"dk", "dv"}.isdisjoint(results) else set()
-        for name in extra - results.keys():  # one kernel computes both
-            x = inputs.k if name == "dk" else inputs.v
-            results[name] = arrays.empty(x, x.shape, x.dtype)
+        for name, other in (("dk", "dv"), ("dv", "dk")):  # one kernel computes both
+            if other in results and name not in results:
+                x = i.k if name == "dk" else i.v
+                results[name] = arrays.empty(x, x.shape, x.dtype)
         if workspace is not None:
             size = launch.workspace_bytes(problem, inputs, results)
             workspace = to.workspace(workspace, size)
         launch.backward(problem, inputs, results, workspace)
-    return Gradients(
-        *(
-            _given(destination, results[f"d{name}"]) if name in wanted else None
-            for name, destination in zip(_DIFFERENTIABLE, given, strict=True)
-        )
-    )
-
-
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+    return Gradients(*found)
 
 
 def _kind(x: Any) -> str:

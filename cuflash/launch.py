@@ -13,17 +13,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from . import arrays, compile, device, host, select
-from .arrays import View
+from .arrays import Form, View
 from .merge import Merge, Parts
-from .params import Operands, pack, pack_merge
+from .params import ADDRESSES, SEED, Operands, pack, pack_merge
 from .plan import KernelPlan, MergeStates, UnitPlan
-from .problem import Arrays, Problem, Traits
+from .problem import Arrays, Layout, Problem, Traits
 
 __all__ = ["backward", "forward", "host_seed", "merge", "workspace_bytes"]
 
@@ -69,7 +69,7 @@ def workspace_bytes(problem: Problem, inputs: Arrays, results: dict[str, View]) 
     return _scratch([plan for plan, _ in steps if _runs(plan, results)], problem)[1]
 
 
-def _runs(plan: KernelPlan, results: Mapping[str, Any]) -> bool:
+def _runs(plan: KernelPlan, results: Container[str]) -> bool:
     return not plan.results or any(name in results for name in plan.results)
 
 
@@ -83,6 +83,42 @@ def _scratch(plans: Iterable[KernelPlan], problem: Problem) -> tuple[dict[str, i
     return offsets, size
 
 
+class _Recipe(NamedTuple):
+    """All that calls of one kind share: everything but addresses and the seed."""
+
+    kernels: tuple[tuple[Any, int], ...]  # with their blocks, in order
+    params: bytes  # addresses are still to be written over
+    addresses: tuple[tuple[int, int], ...]  # the word of Params, and which operand it points to
+    scratch: tuple[tuple[int, int], ...]  # the word of Params, and where in the workspace it points
+    scratch_bytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _recipe(
+    direction: Literal["forward", "backward"],
+    problem: Problem,
+    layout: Layout,
+    index: int | None,
+    results: tuple[str, ...],
+    *forms: tuple[Any, ...] | None,
+) -> _Recipe:
+    """Work out a kind of call; `forms` are those of the operands, in order."""
+    steps = [step for step in _steps(direction, problem.traits, index) if _runs(step[0], results)]
+    offsets, size = _scratch([plan for plan, _ in steps], problem)
+    names = Operands._fields
+    given = {name: Form(*x) for name, x in zip(names, forms, strict=True) if x is not None}
+    room = bytearray(KernelPlan.params_bytes)
+    pack(room, problem, layout, Operands(**given, **offsets))  # type: ignore[arg-type]
+    blocks = [min(plan.parts(problem), _MAX_BLOCKS) for plan, _ in steps]
+    return _Recipe(
+        tuple((kernel, n) for (_, kernel), n in zip(steps, blocks, strict=True) if n),
+        bytes(room),
+        tuple((ADDRESSES[name], names.index(name)) for name in given),
+        tuple((ADDRESSES[name], offset) for name, offset in offsets.items()),
+        size,
+    )
+
+
 class _Params(threading.local):
     """Room for the bytes of Params, and what a launch takes: a list of the parameters' addresses.
 
@@ -91,6 +127,8 @@ class _Params(threading.local):
 
     def __init__(self, plan: type[UnitPlan]) -> None:
         self.bytes = ctypes.create_string_buffer(plan.params_bytes)
+        self.view = memoryview(self.bytes).cast("B")
+        self.words = self.view.cast("Q")
         self._list = (ctypes.c_void_p * 1)(ctypes.addressof(self.bytes))
         self.list = ctypes.addressof(self._list)
 
@@ -109,65 +147,56 @@ def _run(
     results: Mapping[str, View | None],
     workspace: View | None,
 ) -> None:
-    i = inputs
-    steps = [
-        (plan, kernel, min(plan.parts(problem), _MAX_BLOCKS))
-        for plan, kernel in _steps(direction, problem.traits, i.device)
-        if _runs(plan, results)
-    ]
+    i, get = inputs, results.get
     cu_q, cu_kv = i.cu_seqlens_q, i.cu_seqlens_kv
     if cu_q is not None and cu_kv is not None and i.device is not None:
         cu_q, cu_kv = _on_device(cu_q), _on_device(cu_kv)
-    offsets, size = _scratch([plan for plan, _, _ in steps], problem)
-    owner, start = workspace, 0
+    views = (  # in the order of Operands; what lies in workspace comes below
+        *(i.q, i.k, i.v, get("out", i.out), i.dout),
+        *(get("dq"), get("dk"), get("dv"), get("lse", i.lse), i.dlse, None),
+        *(i.bias, get("dbias"), i.mask, i.slopes, i.sinks, get("dsinks")),
+        *(cu_q, cu_kv, None, i.seed),
+    )
+    kind = problem._replace(seed=0) if problem.seed else problem
+    forms = [None if x is None else x.form for x in views]
+    recipe = _recipe(direction, kind, i.layout, i.device, tuple(results), *forms)
+    stream = None if i.device is None else _stream()
+    owner, start, size = workspace, 0, recipe.scratch_bytes
     if workspace is not None:
         start = workspace.address
     elif size:
         start, owner = arrays.scratch(i.q, size)
-        if i.device is not None and _stream().is_capturing():
+        if stream is not None and stream.is_capturing():
             _captured.append(owner)
-    get = results.get
-    operands = Operands(
-        i.q,
-        i.k,
-        i.v,
-        get("out", i.out),
-        i.dout,
-        get("dq"),
-        get("dk"),
-        get("dv"),
-        get("lse", i.lse),
-        i.dlse,
-        start + offsets.get("delta", 0),
-        i.bias,
-        get("dbias"),
-        i.mask,
-        i.slopes,
-        i.sinks,
-        get("dsinks"),
-        cu_q,
-        cu_kv,
-        start + offsets.get("dbias_parts", 0),
-        i.seed,
-    )
-    params = _params
-    pack(params.bytes, problem, i.layout, operands)
-    if i.device is None:
+    room = _params
+    words = room.words
+    room.view[:] = recipe.params
+    for word, operand in recipe.addresses:
+        words[word] = views[operand].address  # type: ignore[union-attr]
+    for word, offset in recipe.scratch:
+        words[word] = start + offset
+    words[SEED] = problem.seed
+    if stream is None:
         _warn_if_slow(direction, problem, inputs)
         buffers = [
             (name, *arrays.extent(x), name in results)
-            for name, x in zip(Operands._fields, operands, strict=True)
-            if isinstance(x, View)
+            for name, x in zip(Operands._fields, views, strict=True)
+            if x is not None
         ]
         if size:
             buffers.append(("workspace", start, start + size, True))
-        call: tuple[Any, ...] = params.bytes.raw, buffers, host_seed()
+        call: tuple[Any, ...] = room.bytes.raw, buffers, host_seed()
     else:
-        call = params.list, _stream().ptr
-    for _, kernel, blocks in steps:
-        if blocks:
-            kernel.launch(blocks, *call)
+        call = room.list, stream.ptr
+    for kernel, blocks in recipe.kernels:
+        kernel.launch(blocks, *call)
     del owner, cu_q, cu_kv  # not before here: their memory may be given away
+
+
+def forget() -> None:
+    """Choose and compile anew from now on; for tests."""
+    _recipe.cache_clear()
+    _steps.cache_clear()
 
 
 def merge(problem: Merge, parts: Parts, out: View, lse: View) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-from .arrays import View
+from .arrays import Form, View
 from .merge import Merge, Parts
 from .plan import PARAMS_BYTES, MergeStates, dbias_split
 from .problem import Layout, Problem
 
-__all__ = ["Operands", "pack", "pack_merge"]
+__all__ = ["ADDRESSES", "SEED", "Operands", "pack", "pack_merge"]
 
 
 class Operands(NamedTuple):
@@ -23,27 +23,27 @@ class Operands(NamedTuple):
     What lies in workspace is an address.
     """
 
-    q: View | None = None
-    k: View | None = None
-    v: View | None = None
-    out: View | None = None
-    dout: View | None = None
-    dq: View | None = None
-    dk: View | None = None
-    dv: View | None = None
-    lse: View | None = None
-    dlse: View | None = None
+    q: View | Form | None = None
+    k: View | Form | None = None
+    v: View | Form | None = None
+    out: View | Form | None = None
+    dout: View | Form | None = None
+    dq: View | Form | None = None
+    dk: View | Form | None = None
+    dv: View | Form | None = None
+    lse: View | Form | None = None
+    dlse: View | Form | None = None
     delta: int = 0
-    bias: View | None = None
-    dbias: View | None = None
-    mask: View | None = None
-    slopes: View | None = None
-    sinks: View | None = None
-    dsinks: View | None = None
-    cu_seqlens_q: View | None = None
-    cu_seqlens_kv: View | None = None
+    bias: View | Form | None = None
+    dbias: View | Form | None = None
+    mask: View | Form | None = None
+    slopes: View | Form | None = None
+    sinks: View | Form | None = None
+    dsinks: View | Form | None = None
+    cu_seqlens_q: View | Form | None = None
+    cu_seqlens_kv: View | Form | None = None
     dbias_parts: int = 0
-    seed: View | None = None
+    seed: View | Form | None = None
 
 
 def pack(buffer: Any, problem: Problem, layout: Layout, operands: Operands) -> None:
@@ -93,13 +93,27 @@ _PARAMS = struct.Struct(f"={_ARRAYS}{_OPTIONS}{_SCALARS}")
 _PLAIN = struct.Struct(f"={_ARRAYS}{struct.calcsize('=' + _OPTIONS)}x{_SCALARS}")
 assert _PARAMS.size == _PLAIN.size == PARAMS_BYTES
 
+
+def _addresses() -> dict[str, int]:
+    words, place = {}, 0
+    kinds = 8 * ("Q5q",) + 3 * ("Q3q",) + 3 * ("Q4q4iq",) + 3 * ("Q2q",) + 2 * ("Q2q",) + ("Q", "Q")
+    for name, kind in zip(Operands._fields, kinds, strict=True):
+        words[name] = place // 8
+        place += struct.calcsize("=" + kind)
+    return words
+
+
+#: Where the address of each operand lies in Params, in words of 8 bytes; the seed comes last.
+ADDRESSES = _addresses()
+SEED = ADDRESSES["seed"] + 1
+
 _NO_TENSOR = (0,) * 6
 _NO_ROWS = (0,) * 4
 _NO_PAIRS = (0,) * 10
 _NO_HEADS = (0,) * 3
 
 
-def _tensor(x: View, layout: Layout, group: int) -> tuple[int, ...]:
+def _tensor(x: View | Form, layout: Layout, group: int) -> tuple[int, ...]:
     """Return struct Tensor: address, strides in elements, and whether vectors can be moved."""
     strides, size, address = x.strides, x.itemsize, x.address
     batch = 0 if layout.batch is None else strides[layout.batch]
@@ -112,7 +126,7 @@ def _tensor(x: View, layout: Layout, group: int) -> tuple[int, ...]:
     return address, batch // size, seq // size, head // size, dim // size, vectors
 
 
-def _rows(x: View) -> tuple[int, ...]:
+def _rows(x: View | Form) -> tuple[int, ...]:
     """Return struct RowTensor: address and strides in elements."""
     size, strides = x.itemsize, x.strides
     batch = strides[0] // size if len(strides) == 3 else 0
@@ -136,7 +150,7 @@ def _options(p: Problem, x: Operands) -> list[int]:
     return fields
 
 
-def _pairs(x: View, wide: int) -> tuple[int, ...]:
+def _pairs(x: View | Form, wide: int) -> tuple[int, ...]:
     """Return struct PairTensor; `wide` is the size of an accumulator."""
     shape, size = x.shape, x.itemsize
     strides = [0 if n == 1 else s // size for n, s in zip(shape, x.strides, strict=True)]
@@ -145,7 +159,7 @@ def _pairs(x: View, wide: int) -> tuple[int, ...]:
     return x.address, *strides, *shape, size == wide
 
 
-def _heads(x: View) -> tuple[int, ...]:
+def _heads(x: View | Form) -> tuple[int, ...]:
     """Return struct HeadTensor."""
     batch = x.strides[0] // x.itemsize if len(x.shape) == 2 and x.shape[0] > 1 else 0
     return x.address, batch, x.strides[-1] // x.itemsize

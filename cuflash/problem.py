@@ -184,15 +184,32 @@ def _read_plain(
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
     _same_kind("k", k, q, q.device)
     _same_kind("v", v, q, q.device)
-    axes, sizes = _geometry(layout, q.shape, k.shape, v.shape)
     left, right = _window(window)
     if read_flag("causal", causal):
         right = 0
-    problem = Problem(dtype, *sizes, _scale(scale, sizes[5], dtype), left, right)
+    factor = None if scale is None else _number("scale", scale, dtype)
+    axes, problem = _plain(dtype, layout, q.shape, k.shape, v.shape, factor, left, right)
     return problem, Arrays(axes, q.device, q, k, v)
 
 
 @functools.lru_cache(maxsize=1024)  # calls come with the same shapes over and over
+def _plain(
+    dtype: DType,
+    layout: str,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    scale: float | None,
+    left: int,
+    right: int,
+) -> tuple[Layout, Problem]:
+    """Check shapes; returns which axis is what, and the Problem."""
+    axes, sizes = _geometry(layout, q, k, v)
+    head_dim = sizes[5]
+    factor = head_dim**-0.5 if scale is None else scale
+    return axes, Problem(dtype, *sizes, factor, left, right)
+
+
 def _geometry(
     layout: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
 ) -> tuple[Layout, tuple[int, int, int, int, int, int, int]]:
@@ -453,7 +470,9 @@ def _hint(name: str, value: Any) -> None:
 
 def read_wanted(wrt: Any, problem: Problem) -> tuple[str, ...]:
     """Return which gradients are wanted, of q, k, v, bias and sinks."""
-    there = ["q", "k", "v", *(name for name in ("bias", "sinks") if name in problem.features)]
+    there = ["q", "k", "v"]
+    if problem.features:
+        there += [name for name in ("bias", "sinks") if name in problem.features]
     if wrt is None:
         return tuple(there)
     try:
@@ -606,10 +625,6 @@ def _window(window: Any) -> tuple[int, int]:
             f"window: expected 0 or more keys on each side, or -1 for no limit, got {sides}"
         )
     return tuple(OPEN if side == -1 else min(side, OPEN) for side in sides)  # type: ignore[return-value]
-
-
-def _scale(scale: Any, head_dim: int, dtype: DType) -> float:
-    return head_dim**-0.5 if scale is None else _number("scale", scale, dtype)
 
 
 def _number(name: str, x: Any, dtype: DType) -> float:

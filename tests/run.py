@@ -25,8 +25,19 @@ def using(forward: Plan, backward: Plan) -> Iterator[None]:
         plan = forward if direction == "forward" else backward
         return [(kernel, compile.kernel(kernel, where, index)) for kernel in plan]
 
-    with mock.patch.object(launch, "_steps", steps):
+    with stepping(steps):
         yield
+
+
+@contextlib.contextmanager
+def stepping(steps: Any) -> Iterator[None]:
+    """Let every call run what a function says instead of `launch._steps`."""
+    try:
+        launch.forget()
+        with mock.patch.object(launch, "_steps", steps):
+            yield
+    finally:
+        launch._recipe.cache_clear()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from check import Inputs, check_backward, check_forward
 from conftest import Backend
-from run import both
+from run import both, stepping
 
 import cuflash
 from cuflash import compile, launch, problem
@@ -949,7 +949,7 @@ def test_threads_may_call_at_once(backend: Backend, monkeypatch: pytest.MonkeyPa
     want = [want_out, want_lse, *backward(inputs, want_out, want_lse)]
     for kernel in list(compile._kernels):
         monkeypatch.delitem(compile._kernels, kernel)
-    launch._steps.cache_clear()
+    launch.forget()
 
     made: list[Any] = []
     for kind in (compile.CpuKernel, compile.GpuKernel):
@@ -1044,7 +1044,11 @@ def test_a_slow_call_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(*_: Any) -> list[Any]:
         return [(Delta("float32"), Idle())]
 
-    monkeypatch.setattr(launch, "_steps", steps)
+    with stepping(steps):
+        _slow_calls(monkeypatch)
+
+
+def _slow_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_warned", False)
     small = np.zeros((1, 100, 1, 64), "f4")
     huge = np.broadcast_to(small[:, :1], (1, 2**20, 1, 64))
@@ -1077,7 +1081,7 @@ def test_debug_names_problem_and_plan(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUFLASH_DEBUG", "1")
-    launch._steps.cache_clear()
+    launch.forget()
     x = normal(backend, 0, (5, 2, 8))
     cuflash.attention(x, x, x)
     cuflash.attention(x, x, x)

@@ -33,8 +33,9 @@ def clear() -> None:
     """Forget everything that a process remembers of the cache."""
     for remembered in (cache._readable, cache._private, compile._runtime):
         remembered.cache_clear()
-    for remembered in (launch._steps, host.find_compiler, select.choose):
+    for remembered in (host.find_compiler, select.choose):
         remembered.cache_clear()
+    launch.forget()
     compile._kernels.clear()
 
 
