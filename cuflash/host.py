@@ -38,6 +38,7 @@ _TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int f(int* p) { re
 _REPORT_BYTES = 4096
 _MAX_BLOCK = 1024
 _MAX_GRID = 2**31 - 1
+_MAX_RESIDENT = 4  # kMaxResident of executor/state.h
 
 
 class KernelFault(RuntimeError):
@@ -246,6 +247,10 @@ class _Launch(ctypes.Structure):
 
     _fields_ = (
         ("entry", ctypes.c_void_p),
+        ("instrumented", ctypes.c_int),
+        ("in_order", ctypes.c_int),
+        ("resident", ctypes.c_uint),
+        ("shared_alignment", ctypes.c_size_t),
         ("kernel", ctypes.c_char_p),
         ("params", ctypes.c_char_p),
         ("params_bytes", ctypes.c_size_t),
@@ -308,6 +313,10 @@ class HostKernel:
         params: bytes,
         buffers: Sequence[tuple[str, int, int, bool]],
         seed: int = 0,
+        *,
+        smem_alignment: int = 128,
+        in_order: bool = False,
+        resident: int = 0,
     ) -> None:
         """Run the kernel and wait for its end. Several Python threads may do so at once.
 
@@ -323,6 +332,13 @@ class HostKernel:
             Global memory that it may access: the bytes at addresses ``low`` to ``high - 1``.
         seed : int
             Chooses the order in which threads and blocks run; 0 is the plain one.
+        smem_alignment : int
+            Alignment of the shared memory: 128, or 1024 for swizzled tiles.
+        in_order : bool
+            Start blocks in the order of their indices whatever the seed, for kernels whose blocks
+            wait for earlier ones.
+        resident : int
+            So many blocks are alive at once; 0 is one in the plain order and two in the others.
 
         Raises
         ------
@@ -348,8 +364,15 @@ class HostKernel:
         )
         report = ctypes.create_string_buffer(_REPORT_BYTES)
         library = ctypes.create_string_buffer(_REPORT_BYTES)
+        if smem_alignment not in (128, 256, 512, 1024):
+            raise ValueError(f"smem_alignment must be 128 to 1024, got {smem_alignment}")
+        if not 0 <= resident <= _MAX_RESIDENT:
+            raise ValueError(f"resident must be from 0 to {_MAX_RESIDENT}, got {resident}")
         launch = _Launch(
             entry=self._entry,
+            in_order=in_order,
+            resident=resident,
+            shared_alignment=smem_alignment,
             kernel=self._name.encode(),
             params=params,
             params_bytes=len(params),

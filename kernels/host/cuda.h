@@ -78,7 +78,7 @@ inline int __syncthreads_and(int predicate, HOST_PLACE) {
 }
 
 inline void __syncwarp(unsigned int mask = 0xffffffff, HOST_PLACE) {
-    host::self().executor->warp_vote({"__syncwarp", file, line}, mask, false);
+    host::self().executor->warp_barrier({"__syncwarp", file, line}, mask);
 }
 inline unsigned int __ballot_sync(unsigned int mask, int predicate, HOST_PLACE) {
     return host::self().executor->warp_vote({"__ballot_sync", file, line}, mask, predicate != 0);
@@ -130,6 +130,7 @@ inline T atomic(T* address, Place place, Change change) {
     if (number - reinterpret_cast<uintptr_t>(thread.shared) >= thread.shared_bytes) {
         thread.executor->find_range(Access::kStore, number, sizeof(T), alignof(T), place);
     }
+    thread.executor->atomic(place, address, sizeof(T));
     const T old = *address;
     *address = change(old);
     return old;
@@ -171,10 +172,10 @@ inline T atomicCAS(T* address, T expected, T value, HOST_PLACE) {
 }
 
 inline void __threadfence(HOST_PLACE) {
-    host::self().executor->yield({"__threadfence", file, line});
+    host::self().executor->fence({"__threadfence", file, line});
 }
 inline void __threadfence_block(HOST_PLACE) {
-    host::self().executor->yield({"__threadfence_block", file, line});
+    host::self().executor->fence({"__threadfence_block", file, line});
 }
 
 #define HOST_MIN_MAX(T)                              \

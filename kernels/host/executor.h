@@ -39,7 +39,34 @@ struct Range {
     int writable;
 };
 
-enum class Access { kLoad, kStore };
+enum class Access { kLoad, kStore, kAtomic };
+
+// The groups of asynchronous copies that a thread commits and waits for.
+enum class Queue { kCpAsync, kBulk };
+
+// A copy that the asynchronous proxy makes: a stretch of memory, or a box of a tensor.
+struct BulkCopy {
+    enum Kind { kLoad, kStore, kAdd } kind;  // to shared memory, to global memory
+    void* shared;
+    void* global;  // a stretch
+    int bytes;     // of a stretch
+    const unsigned char* map;  // a tensor's, 128 bytes; null for a stretch
+    int rank;
+    int coordinates[5];
+    void* barrier;  // that a load completes on
+};
+
+enum class Element { kFloat16, kBfloat16 };
+
+// One wgmma of a thread. `a` is null if that operand lies in shared memory.
+struct WgmmaCall {
+    float* d;
+    const unsigned int* a;
+    uint64_t a_descriptor, b_descriptor;
+    int n;
+    Element element;
+    bool a_transposed, b_transposed, accumulate;
+};
 
 struct Thread;
 
@@ -52,6 +79,8 @@ struct Executor {
     uint64_t (*warp_exchange)(Place place, unsigned int mask, uint64_t value, int source);
     // The lanes of `mask` meet. Returns the lanes that passed true.
     unsigned int (*warp_vote)(Place place, unsigned int mask, bool predicate);
+    // __syncwarp: the lanes of `mask` meet, and see what the others wrote before.
+    void (*warp_barrier)(Place place, unsigned int mask);
     // Other threads may run now. Called where threads of a GPU would see each other's writes.
     void (*yield)(Place place);
     // A range that holds [address, address + bytes) and permits the access; ends the launch if
@@ -60,6 +89,38 @@ struct Executor {
         Access access, uintptr_t address, size_t bytes, size_t alignment, Place place);
     // Ends the launch: the kernel's shared memory does not fit into that of the launch.
     void (*shared_memory_too_small)(size_t needed, size_t alignment);
+    // Fences between threads, and atomic operations, as races see them; `yield` comes beside them.
+    void (*fence)(Place place);
+    void (*atomic)(Place place, const void* address, size_t bytes);
+
+    // The instructions of kernels/hw/, see there.
+    void (*named_barrier)(Place place, int id, int threads, bool waits);
+    bool (*elect_one)(Place place);
+    void (*change_registers)(Place place, int registers, bool more);
+    void (*fence_proxy_async)(Place place);
+    void (*semaphore_wait)(Place place, const int* counter, int at_least);
+    void (*semaphore_add)(Place place, int* counter, int value);
+    void (*mbarrier_init)(Place place, void* barrier, int arrivals);
+    void (*fence_mbarrier_init)(Place place);
+    void (*mbarrier_arrive)(Place place, void* barrier, int bytes);
+    void (*mbarrier_wait)(Place place, void* barrier, int parity);
+    void (*cp_async)(Place place, void* shared, const void* global, int bytes, bool valid);
+    void (*bulk_copy)(Place place, const BulkCopy& copy);
+    void (*commit)(Place place, Queue queue);
+    // Waits until at most `pending` groups are under way, or have yet to read shared memory.
+    void (*wait)(Place place, Queue queue, int pending, bool only_read);
+    void (*ldmatrix)(
+        Place place, unsigned int* registers, const void* row, int count, bool transposed);
+    void (*stmatrix)(
+        Place place, void* row, const unsigned int* registers, int count, bool transposed);
+    void (*mma)(
+        Place place, float* d, const unsigned int* a, const unsigned int* b, Element element);
+    void (*wgmma)(Place place, const WgmmaCall& call);
+    void (*wgmma_fence)(Place place);
+    void (*wgmma_commit)(Place place);
+    void (*wgmma_wait)(Place place, int pending);
+    // An access of an instrumented kernel, from the instruction before `instruction`.
+    void (*access)(Access access, uintptr_t address, size_t bytes, uintptr_t instruction);
 };
 
 // What a kernel sees of its thread. The first two fields make up the quick path of the bounds
@@ -86,6 +147,10 @@ __attribute__((always_inline)) inline Thread& self() {
 // One launch, as cuflash/host.py describes it (the same fields in the same order).
 struct Launch {
     void (*entry)(const void* params);
+    int instrumented;       // its accesses come to Executor::access
+    int in_order;           // blocks start in the order of their indices
+    unsigned int resident;  // so many blocks are alive at once; 0: as the seed says
+    size_t shared_alignment;
     const char* kernel;  // the name, for reports
     const void* params;
     size_t params_bytes;

@@ -65,4 +65,16 @@ inline bfloat16 from_float<bfloat16>(float x) {
     return {static_cast<unsigned short>(round_off(__float_as_uint(x), 16))};
 }
 
+template <class T>
+constexpr host::Element kElement = T::is_neither_float16_nor_bfloat16;
+template <>
+constexpr host::Element kElement<float16> = host::Element::kFloat16;
+template <>
+constexpr host::Element kElement<bfloat16> = host::Element::kBfloat16;
+
+template <class T>
+inline unsigned int pack2(float low, float high) {
+    return static_cast<unsigned int>(from_float<T>(high).bits) << 16 | from_float<T>(low).bits;
+}
+
 }  // namespace hw

@@ -14,7 +14,8 @@ struct alignas(sizeof(T) * N) Vec {
 template <class Struct>
 inline Struct& shared_memory() {
     host::Thread& thread = host::self();
-    if (sizeof(Struct) > thread.shared_bytes || alignof(Struct) > 128) {
+    if (sizeof(Struct) > thread.shared_bytes ||
+        reinterpret_cast<uintptr_t>(thread.shared) % alignof(Struct) != 0) {
         thread.executor->shared_memory_too_small(sizeof(Struct), alignof(Struct));
     }
     return *reinterpret_cast<Struct*>(thread.shared);

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU twin of hw/ldmatrix.cuh.
+#pragma once
+
+namespace hw {
+
+template <bool Trans = false, int N>
+inline void ldmatrix(unsigned int (&r)[N], const void* row, HOST_PLACE) {
+    static_assert(N == 1 || N == 2 || N == 4, "ldmatrix loads 1, 2 or 4 matrices");
+    host::self().executor->ldmatrix({"ldmatrix", file, line}, r, row, N, Trans);
+}
+
+template <bool Trans = false, int N>
+inline void stmatrix(void* row, const unsigned int (&r)[N], HOST_PLACE) {
+    static_assert(N == 1 || N == 2 || N == 4, "stmatrix stores 1, 2 or 4 matrices");
+    host::self().executor->stmatrix({"stmatrix", file, line}, row, r, N, Trans);
+}
+
+}  // namespace hw
