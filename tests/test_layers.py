@@ -20,6 +20,7 @@ PACKAGE = ROOT / "cuflash"
 ORDER = ["__init__", "api", "launch", "params", "compile", "select", "arch", "plan", "merge"]
 ORDER += ["problem"]
 LEAVES = {"gradients", "reference", "arrays", "dtypes", "device", "source", "cache", "host"}
+LEAVES |= {"tensormap"}
 AMONG_LEAVES = {("reference", "gradients")}
 
 

@@ -80,8 +80,9 @@ void for_each_piece(const TensorMap& map,
         uint64_t row_address = map.address;
         for (uint32_t axis = 1; axis < map.rank; ++axis) {
             const int64_t index = static_cast<int64_t>(coordinates[axis]) + at[axis];
-            inside = inside && index >= 0 && static_cast<uint64_t>(index) < map.dims[axis];
-            row_address += static_cast<uint64_t>(index) * map.strides[axis - 1];
+            const uint64_t place = static_cast<uint64_t>(index);  // huge if negative
+            inside = inside && place < map.dims[axis];
+            row_address += place * map.strides[axis - 1];
         }
         for (int64_t offset = 0; offset < row_bytes; offset += kPieceBytes) {
             const int64_t byte = first_byte + offset;  // of the row of the tensor

@@ -22,11 +22,13 @@ constexpr int kDepth = 16;  // values of k of an instruction
 constexpr int kSlab = 16;   // rows of A that a warp multiplies
 constexpr int kMaxColumns = 256;
 
-// Four numbers, wherever they lie. The compiler turns these into the vectors of any CPU.
-using Floats = float __attribute__((vector_size(16), aligned(4)));
-using Words = uint32_t __attribute__((vector_size(16), aligned(4)));
-using Integers = int32_t __attribute__((vector_size(16), aligned(4)));
-using Halves = uint16_t __attribute__((vector_size(8), aligned(2)));
+// Four numbers, wherever they lie. The compiler turns these into the vectors of any CPU. (clang
+// does not heed the alignment in an alias made with `using`.)
+typedef float Floats __attribute__((vector_size(16), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(16), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(16), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(8), aligned(2)));
+static_assert(alignof(Floats) == 4 && alignof(Halves) == 2, "or unaligned access would fault");
 
 struct Float16 {
     static Floats to_floats(Halves halves) {
