@@ -12,6 +12,14 @@ struct bfloat16 {
     unsigned short bits;
 };
 
+// Which of the two T is; any other type is a mistake.
+template <class T>
+constexpr bool kIsBfloat16 = T::is_neither_float16_nor_bfloat16;
+template <>
+constexpr bool kIsBfloat16<float16> = false;
+template <>
+constexpr bool kIsBfloat16<bfloat16> = true;
+
 // PTX ISA, cvt: exact widening.
 __device__ __forceinline__ float to_float(float16 x) {
     float y;
@@ -46,6 +54,24 @@ __device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
     y.bits = x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 #endif
     return y;
+}
+
+// Two numbers as from_float gives them, the first in the lower half: as products of matrices take
+// them. PTX ISA, cvt.rn.{f16x2,bf16x2}, sm_80; before, two conversions.
+template <class T>
+__device__ __forceinline__ unsigned int pack2(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    unsigned int y;
+    if constexpr (kIsBfloat16<T>) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    }
+    return y;
+#else
+    const unsigned int upper = from_float<T>(high).bits;
+    return upper << 16 | from_float<T>(low).bits;
+#endif
 }
 
 }  // namespace hw

@@ -18,6 +18,11 @@ __device__ __forceinline__ Struct& shared_memory() {
     return *reinterpret_cast<Struct*>(bytes);
 }
 
+// What instructions take as an address in shared memory, of a pointer to there.
+__device__ __forceinline__ unsigned int shared_address(const void* p) {
+    return static_cast<unsigned int>(__cvta_generic_to_shared(p));
+}
+
 template <class T>
 __device__ __forceinline__ T load(const T* p) {
     return *p;
