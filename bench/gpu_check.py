@@ -70,6 +70,8 @@ _MODULES = (
     "merge",
     "compile",
     "problem",
+    "layout",
+    "checks",
     "dtypes",
     "device",
     "arrays",

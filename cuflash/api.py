@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-from . import arrays, launch
+from . import arrays, checks, launch
 from .arrays import View
 from .gradients import Gradients
 from .merge import MergeDestinations, read_merge, read_pair
@@ -17,7 +17,6 @@ from .problem import (
     Problem,
     read,
     read_backward,
-    read_flag,
     read_packed,
     read_wanted,
 )
@@ -136,7 +135,7 @@ def attention(
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
     problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
-    want_lse = read_flag("return_lse", return_lse)
+    want_lse = checks.flag("return_lse", return_lse)
     return _results(*_forward(problem, inputs, want_lse, out), out)
 
 
@@ -181,7 +180,7 @@ def attention_vjp(
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
     problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
-    want_lse = read_flag("return_lse", return_lse)
+    want_lse = checks.flag("return_lse", return_lse)
     result, lse = _forward(problem, inputs, True, None)
     assert lse is not None
 
@@ -355,7 +354,7 @@ def attention_varlen(
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     problem, inputs = read_packed(q, k, v, *offsets, scale, causal, window, layout, *options)
-    want_lse = read_flag("return_lse", return_lse)
+    want_lse = checks.flag("return_lse", return_lse)
     return _results(*_forward(problem, inputs, want_lse, out), out)
 
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import arrays
+from . import arrays, checks
 from .arrays import View
-from .dtypes import DTYPES, DType, lookup
-from .problem import _AXES, _LAYOUTS, Arrays, Destinations, Layout
+from .dtypes import DType
+from .layout import Layout, read_axes, read_layout
+from .problem import Arrays, Destinations
 
 __all__ = ["Merge", "MergeDestinations", "Parts", "read_merge", "read_pair"]
 
@@ -43,8 +44,7 @@ class Parts(NamedTuple):
 
 def read_merge(outs: Any, lses: Any, layout: Any) -> tuple[Merge, Parts]:
     """Check the arguments of merge_states but `out`."""
-    if not isinstance(layout, str) or layout not in _AXES:
-        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    layout = read_layout(layout)
     for name, given in (("outs", outs), ("lses", lses)):
         # The slices of one array would be merged, whatever its first axis is.
         if not isinstance(given, (list, tuple)):
@@ -59,15 +59,8 @@ def read_merge(outs: Any, lses: Any, layout: Any) -> tuple[Merge, Parts]:
     outs = tuple(arrays.adopt(f"outs[{n}]", x) for n, x in enumerate(outs))
     lses = tuple(arrays.adopt(f"lses[{n}]", x) for n, x in enumerate(lses))
     first = outs[0]
-    dtype = lookup(first.dtype)
-    if dtype is None:
-        raise TypeError(
-            f"outs[0]: expected dtype {', '.join(DTYPES)} in native byte order, "
-            f"got {first.dtype}; convert it with .astype(...)"
-        )
-    axes = _LAYOUTS.get((layout, first.ndim))
-    if axes is None:
-        raise ValueError(f"outs[0]: expected {_AXES[layout]}, got shape {first.shape}")
+    dtype = checks.element_type("outs[0]", first)
+    axes = read_axes("outs[0]", layout, first.shape)
     batch, seq, heads, dim = axes.sizes(first.shape)
     for n, x in enumerate(outs):
         what = "that of outs[0]"
@@ -100,18 +93,9 @@ def _fits(
 ) -> None:
     if x.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, {why}, got {x.dtype}")
-    _same_place(name, x, device)
+    checks.same_place(name, x, device, "outs[0]")
     if x.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, {what}, got {x.shape}")
-
-
-def _same_place(name: str, x: View, device: int | None) -> None:
-    if x.device != device:
-        here, there = ("host memory" if i is None else f"GPU {i}" for i in (x.device, device))
-        kind = TypeError if None in (x.device, device) else ValueError
-        raise kind(
-            f"{name}: expected an array in the same place as outs[0] ({there}), got one in {here}"
-        )
 
 
 class MergeDestinations(Destinations):
@@ -125,7 +109,7 @@ class MergeDestinations(Destinations):
     def result(self, name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> View:
         """Return the array to write a result to: `given`, or a new one if that is None."""
         if given is not None:
-            _same_place(name, arrays.adopt(name, given), self._inputs.device)
+            checks.same_place(name, arrays.adopt(name, given), self._inputs.device, "outs[0]")
             if not self._taken:
                 for other, views in (("outs", self._parts.outs), ("lses", self._parts.lses)):
                     for n, x in enumerate(views):

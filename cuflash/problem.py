@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 import operator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import arrays
+from . import arrays, checks
 from .arrays import View
-from .dtypes import DTYPES, DType, lookup
+from .dtypes import DType
+from .layout import AXES, Layout, read_axes, read_layout
 
 __all__ = [
     "FEATURES",
     "OPEN",
     "Arrays",
     "Destinations",
-    "Layout",
     "Problem",
     "Traits",
     "read",
     "read_backward",
-    "read_flag",
     "read_packed",
     "read_wanted",
 ]
@@ -90,41 +88,6 @@ class Problem(NamedTuple):
         return (1 if self.is_packed else self.batch) * self.heads_q * self.seqlen_q
 
 
-class Layout(NamedTuple):
-    """Which axis of the caller's arrays is what; `batch` is None for arrays without a batch."""
-
-    batch: int | None
-    seq: int
-    heads: int
-    dim: int
-
-    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Return (batch, seq, heads, dim) of an array of this shape."""
-        batch = 1 if self.batch is None else shape[self.batch]
-        return batch, shape[self.seq], shape[self.heads], shape[self.dim]
-
-    def shape(self, batch: int, seq: int, heads: int, dim: int) -> tuple[int, ...]:
-        """Return the shape of an array of these sizes."""
-        inner = (seq, heads) if self.seq < self.heads else (heads, seq)
-        return (*inner, dim) if self.batch is None else (batch, *inner, dim)
-
-    def row_shape(self, batch: int, heads: int, seq: int) -> tuple[int, ...]:
-        """Return the shape of lse, which does not depend on the order of the other arrays."""
-        return (heads, seq) if self.batch is None else (batch, heads, seq)
-
-
-_LAYOUTS = {
-    ("bshd", 4): Layout(0, 1, 2, 3),
-    ("bshd", 3): Layout(None, 0, 1, 2),
-    ("bhsd", 4): Layout(0, 2, 1, 3),
-    ("bhsd", 3): Layout(None, 1, 0, 2),
-}
-_AXES = {
-    "bshd": "(batch, seq, heads, dim) or (seq, heads, dim)",
-    "bhsd": "(batch, heads, seq, dim) or (heads, seq, dim)",
-}
-
-
 class Arrays(NamedTuple):
     """The arrays that go with a Problem, in the caller's layout."""
 
@@ -179,15 +142,14 @@ def _read_plain(
     q: Any, k: Any, v: Any, scale: Any, causal: Any, window: Any, layout: Any
 ) -> tuple[Problem, Arrays]:
     q, k, v = arrays.adopt("q", q), arrays.adopt("k", k), arrays.adopt("v", v)
-    dtype = _dtype(q)
-    if not isinstance(layout, str) or layout not in _AXES:
-        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    dtype = checks.element_type("q", q)
+    layout = read_layout(layout)
     _same_kind("k", k, q, q.device)
     _same_kind("v", v, q, q.device)
     left, right = _window(window)
-    if read_flag("causal", causal):
+    if checks.flag("causal", causal):
         right = 0
-    factor = None if scale is None else _number("scale", scale, dtype)
+    factor = None if scale is None else checks.number("scale", scale, dtype)
     axes, problem = _plain(dtype, layout, q.shape, k.shape, v.shape, factor, left, right)
     return problem, Arrays(axes, q.device, q, k, v)
 
@@ -214,29 +176,29 @@ def _geometry(
     layout: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
 ) -> tuple[Layout, tuple[int, int, int, int, int, int, int]]:
     """Check shapes; returns which axis is what, and the sizes as Problem has them."""
-    axes = _LAYOUTS.get((layout, len(q)))
-    if axes is None:
-        raise ValueError(f"q: expected {_AXES[layout]}, got shape {q}")
+    axes = read_axes("q", layout, q)
     for name, shape in (("k", k), ("v", v)):
         if len(shape) != len(q):
             raise ValueError(
-                f"{name}: expected {len(q)} dimensions {_AXES[layout]}, as q has, got shape {shape}"
+                f"{name}: expected {len(q)} dimensions {AXES[layout]}, as q has, got shape {shape}"
             )
     batch, seqlen_q, heads_q, head_dim = axes.sizes(q)
     _, seqlen_kv, heads_kv, _ = axes.sizes(k)
     head_dim_v = v[axes.dim]
-    _shape("k", k, axes.shape(batch, seqlen_kv, heads_kv, head_dim), "batch and head_dim of q")
-    _shape("v", v, axes.shape(batch, seqlen_kv, heads_kv, head_dim_v), "batch, length, heads of k")
+    k_shape = axes.shape(batch, seqlen_kv, heads_kv, head_dim)
+    v_shape = axes.shape(batch, seqlen_kv, heads_kv, head_dim_v)
+    checks.same_shape("k", k, k_shape, "batch and head_dim of q")
+    checks.same_shape("v", v, v_shape, "batch, length, heads of k")
     for name, size in (("q", head_dim), ("v", head_dim_v)):
         if not 1 <= size <= _MAX_HEAD_DIM:
             raise ValueError(
                 f"{name}: head size (its last axis) must be 1 to {_MAX_HEAD_DIM}, got {size}; "
-                f"the shape is read as {_AXES[layout]}"
+                f"the shape is read as {AXES[layout]}"
             )
     if heads_q % heads_kv if heads_kv else heads_q:
         raise ValueError(
             f"k: the {heads_q} heads of q must be a multiple of its heads, got {heads_kv}; "
-            f"shapes are read as {_AXES[layout]}: pass layout= if heads come before seq"
+            f"shapes are read as {AXES[layout]}: pass layout= if heads come before seq"
         )
     for name, size in (("q", max(seqlen_q, heads_q)), ("k", max(seqlen_kv, heads_kv))):
         if size >= _MAX_LENGTH:
@@ -260,7 +222,7 @@ def _read_options(
     if no_arrays and type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0:
         return problem, inputs
     p, found, features = problem, {}, set()
-    cap = _number("softcap", softcap, p.dtype)
+    cap = checks.number("softcap", softcap, p.dtype)
     # The largest number of an accumulator has a reciprocal; the smallest cap must have one too.
     smallest = 1 / float(np.finfo(p.dtype.accum).max)
     if cap and not cap >= smallest:
@@ -302,9 +264,9 @@ def _read_options(
     if sinks is not None:
         found["sinks"] = x = arrays.adopt("sinks", sinks)
         _per_head("sinks", x, p, inputs.device)
-        _shape("sinks", x.shape, (p.heads_q,), "the heads of q")
+        checks.same_shape("sinks", x.shape, (p.heads_q,), "the heads of q")
         features.add("sinks")
-    probability = _number("dropout_p", dropout_p, p.dtype)
+    probability = checks.number("dropout_p", dropout_p, p.dtype)
     if not 0 <= probability <= 1:
         raise ValueError(f"dropout_p: expected a probability from 0 to 1, got {dropout_p!r}")
     number = 0
@@ -325,7 +287,7 @@ def _read_options(
 
 def _pair_shape(name: str, x: View, p: Problem, device: int | None) -> tuple[int, int, int, int]:
     """Return the shape with four axes of an array that belongs to pairs of a query and a key."""
-    _same_place(name, x, device)
+    checks.same_place(name, x, device)
     full = (p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv)
     shape = x.shape if x.ndim == 4 else (1, 1, *x.shape)
     fits = x.ndim in (2, 4) and max(shape) < 2**31
@@ -350,7 +312,7 @@ def _per_head(name: str, x: View, p: Problem, device: int | None) -> None:
             f"{name}: expected dtype {p.dtype.accum} for {p.dtype} inputs, got {x.dtype}; "
             "convert it with .astype(...)"
         )
-    _same_place(name, x, device)
+    checks.same_place(name, x, device)
 
 
 def _seed(seed: Any, device: int | None) -> tuple[int, View | None]:
@@ -377,7 +339,7 @@ def _seed(seed: Any, device: int | None) -> tuple[int, View | None]:
         )
     if x.device is None:
         return int(x.array.reshape(())) % 2**64, None
-    _same_place("seed", x, device)
+    checks.same_place("seed", x, device)
     return 0, x
 
 
@@ -443,7 +405,7 @@ def _offsets(name: str, x: View, total: int, device: int | None) -> int:
             f"{name}: expected one axis of (number of entries) + 1 offsets, got shape {x.shape}"
         )
     if x.device is not None:
-        _same_place(name, x, device)
+        checks.same_place(name, x, device)
         return min(1, total)
     first, end = x.array[:-1], x.array[1:]
     if x.array[0] < 0 or x.array[-1] > total or (end < first).any():  # differences might wrap
@@ -495,7 +457,7 @@ def read_backward(
     dout, out = arrays.adopt("dout", dout), arrays.adopt("output", out)
     for name, x in (("dout", dout), ("output", out)):
         _same_kind(name, x, inputs.q, device)
-        _shape(name, x.shape, shape, "the output of this call")
+        checks.same_shape(name, x.shape, shape, "the output of this call")
     lse = arrays.adopt("lse", lse)
     _rows("lse", lse, rows, p.dtype, device)
     if dlse is not None:
@@ -516,17 +478,17 @@ class Destinations:
         if given is None:
             return arrays.empty(self._inputs.q, shape, dtype)
         x = arrays.adopt(name, given)
-        _same_place(name, x, self._inputs.device)
+        checks.same_place(name, x, self._inputs.device)
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected dtype {dtype}, the result's, got {x.dtype}")
-        _shape(name, x.shape, shape, "the result's")
+        checks.same_shape(name, x.shape, shape, "the result's")
         self._claim(name, x, given)
         return x
 
     def workspace(self, given: Any, size: int) -> View:
         """Return the caller's scratch memory, if `given` is at least `size` bytes of it."""
         x = arrays.adopt("workspace", given)
-        _same_place("workspace", x, self._inputs.device)
+        checks.same_place("workspace", x, self._inputs.device)
         if x.dtype != np.uint8:
             raise TypeError(f"workspace: expected dtype uint8, got {x.dtype}")
         if x.ndim != 1 or x.shape[0] < size:
@@ -566,46 +528,17 @@ class Destinations:
         self._taken.append((name, x, low, high))
 
 
-def _dtype(q: View) -> DType:
-    dtype = lookup(q.dtype)
-    if dtype is None:
-        raise TypeError(
-            f"q: expected dtype {', '.join(DTYPES)} in native byte order, got {q.dtype}; "
-            "convert it with .astype(...)"
-        )
-    return dtype
-
-
-def _same_place(name: str, x: View, device: int | None) -> None:
-    if x.device != device:
-        here, there = ("host memory" if i is None else f"GPU {i}" for i in (x.device, device))
-        kind = TypeError if None in (x.device, device) else ValueError
-        raise kind(f"{name}: expected an array in the same place as q ({there}), got one in {here}")
-
-
 def _same_kind(name: str, x: View, q: View, device: int | None) -> None:
     if x.dtype != q.dtype:
         raise TypeError(f"{name}: expected dtype {q.dtype}, as q has, got {x.dtype}")
-    _same_place(name, x, device)
-
-
-def _shape(name: str, got: tuple[int, ...], want: tuple[int, ...], source: str) -> None:
-    if got != want:
-        raise ValueError(f"{name}: expected shape {want} ({source}), got {got}")
+    checks.same_place(name, x, device)
 
 
 def _rows(name: str, x: View, shape: tuple[int, ...], dtype: DType, device: int | None) -> None:
     if x.dtype != dtype.accum:
         raise TypeError(f"{name}: expected dtype {dtype.accum} for {dtype} inputs, got {x.dtype}")
-    _same_place(name, x, device)
-    _shape(name, x.shape, shape, "(batch, heads, seq) of q, in either layout")
-
-
-def read_flag(name: str, value: Any) -> bool:
-    """Return an argument that must be True or False; an array or a number is an error."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
-    return bool(value)
+    checks.same_place(name, x, device)
+    checks.same_shape(name, x.shape, shape, "(batch, heads, seq) of q, in either layout")
 
 
 def _window(window: Any) -> tuple[int, int]:
@@ -625,19 +558,3 @@ def _window(window: Any) -> tuple[int, int]:
             f"window: expected 0 or more keys on each side, or -1 for no limit, got {sides}"
         )
     return tuple(OPEN if side == -1 else min(side, OPEN) for side in sides)  # type: ignore[return-value]
-
-
-def _number(name: str, x: Any, dtype: DType) -> float:
-    """Return a finite number of the host, as float."""
-    if isinstance(x, np.ndarray) and x.ndim == 0:
-        x = x[()]
-    real = isinstance(x, numbers.Real) and not isinstance(x, (bool, np.timedelta64))
-    if not real and not (isinstance(x, np.generic) and lookup(x.dtype)):
-        raise TypeError(f"{name}: expected a real number on the host, got {type(x).__name__}")
-    try:
-        value = float(x)
-    except OverflowError:  # of int and Fraction
-        value = math.inf
-    if not abs(value) <= float(np.finfo(dtype.accum).max):
-        raise ValueError(f"{name}: expected a finite number (of {dtype.accum}), got {value}")
-    return value
