@@ -70,6 +70,7 @@ _MODULES = (
     "merge",
     "compile",
     "problem",
+    "destinations",
     "layout",
     "checks",
     "dtypes",

@@ -9,11 +9,11 @@ from typing import Any
 
 from . import arrays, checks, launch
 from .arrays import View
+from .destinations import Destinations
 from .gradients import Gradients
-from .merge import MergeDestinations, read_merge, read_pair
+from .merge import read_merge, read_pair
 from .problem import (
     Arrays,
-    Destinations,
     Problem,
     read,
     read_backward,
@@ -464,7 +464,7 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "bshd", out: Any = None)
     problem, parts = read_merge(outs, lses, layout)
     to_out, to_lse = read_pair(out)
     with arrays.on(parts.device):
-        to = MergeDestinations(parts)
+        to = Destinations("outs[0]", parts.outs[0], parts.named())
         result = to.result("out", to_out, parts.outs[0].shape, parts.outs[0].dtype)
         lse = to.result("lse of out", to_lse, parts.lses[0].shape, parts.lses[0].dtype)
         launch.merge(problem, parts, result, lse)
@@ -481,7 +481,7 @@ def _forward(
             "out: expected one array, or a pair (out, lse) together with return_lse=True, "
             f"got a tuple of {len(to_out)}"
         )
-    to = Destinations(inputs)
+    to = Destinations("q", inputs.q, inputs.named())
     with arrays.on(inputs.device):
         shape = layout.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
         result = to.result("out", to_out, shape, inputs.q.dtype)
@@ -508,7 +508,7 @@ def _backward(problem: Problem, inputs: Arrays, wrt: Any, out: Any, workspace: A
         raise TypeError(f"out: expected (dq, dk, dv[, dbias[, dsinks]]), got {_kind(out)}")
     i = inputs
     of = {"q": i.q, "k": i.k, "v": i.v, "bias": i.bias, "sinks": i.sinks}
-    to = Destinations(inputs)
+    to = Destinations("q", inputs.q, inputs.named())
     results: dict[str, View] = {}
     found: list[Any] = []
     with arrays.on(inputs.device):

@@ -7,6 +7,7 @@ As problem.py is to attention: below this module nothing is checked.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,8 @@ from . import arrays, checks
 from .arrays import View
 from .dtypes import DType
 from .layout import Layout, read_axes, read_layout
-from .problem import Arrays, Destinations
 
-__all__ = ["Merge", "MergeDestinations", "Parts", "read_merge", "read_pair"]
+__all__ = ["Merge", "Parts", "read_merge", "read_pair"]
 
 
 class Merge(NamedTuple):
@@ -40,6 +40,12 @@ class Parts(NamedTuple):
     device: int | None  # GPU index; None: host memory
     outs: tuple[View, ...]
     lses: tuple[View, ...]
+
+    def named(self) -> Iterator[tuple[str, View]]:
+        """Yield the arrays, each with what messages call it."""
+        for name, views in (("outs", self.outs), ("lses", self.lses)):
+            for n, x in enumerate(views):
+                yield f"{name}[{n}]", x
 
 
 def read_merge(outs: Any, lses: Any, layout: Any) -> tuple[Merge, Parts]:
@@ -96,22 +102,3 @@ def _fits(
     checks.same_place(name, x, device, "outs[0]")
     if x.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, {what}, got {x.shape}")
-
-
-class MergeDestinations(Destinations):
-    """Where merge_states writes: arrays that share no memory with a part nor with each other."""
-
-    def __init__(self, parts: Parts) -> None:
-        first = parts.outs[0]
-        super().__init__(Arrays(parts.layout, parts.device, first, first, first))
-        self._parts = parts
-
-    def result(self, name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> View:
-        """Return the array to write a result to: `given`, or a new one if that is None."""
-        if given is not None:
-            checks.same_place(name, arrays.adopt(name, given), self._inputs.device, "outs[0]")
-            if not self._taken:
-                for other, views in (("outs", self._parts.outs), ("lses", self._parts.lses)):
-                    for n, x in enumerate(views):
-                        self._taken.append((f"{other}[{n}]", x, *arrays.extent(x)))
-        return super().result(name, given, shape, dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ __all__ = [
     "FEATURES",
     "OPEN",
     "Arrays",
-    "Destinations",
     "Problem",
     "Traits",
     "read",
@@ -88,6 +88,13 @@ class Problem(NamedTuple):
         return (1 if self.is_packed else self.batch) * self.heads_q * self.seqlen_q
 
 
+#: What the fields of Arrays from `q` on are called in signatures.
+_ARGUMENTS = (
+    *("q", "k", "v", "output", "lse", "dout", "dlse"),
+    *("bias", "mask", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k"),
+)
+
+
 class Arrays(NamedTuple):
     """The arrays that go with a Problem, in the caller's layout."""
 
@@ -108,12 +115,11 @@ class Arrays(NamedTuple):
     cu_seqlens_q: View | None = None  # these two may lie on the host
     cu_seqlens_kv: View | None = None
 
-
-#: What the fields of Arrays from `q` on are called in signatures.
-_ARGUMENTS = (
-    *("q", "k", "v", "output", "lse", "dout", "dlse"),
-    *("bias", "mask", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k"),
-)
+    def named(self) -> Iterator[tuple[str, View]]:
+        """Yield the arrays that there are, each with what signatures call it."""
+        for name, x in zip(_ARGUMENTS, self[2:], strict=True):
+            if x is not None:
+                yield name, x
 
 
 def read(
@@ -464,68 +470,6 @@ def read_backward(
         dlse = arrays.adopt("dlse", dlse)
         _rows("dlse", dlse, rows, p.dtype, device)
     return Arrays(*inputs[:5], out, lse, dout, dlse, *inputs[9:])
-
-
-class Destinations:
-    """Where a call writes: arrays fit for that, which share no memory with inputs or each other."""
-
-    def __init__(self, inputs: Arrays) -> None:
-        self._inputs = inputs
-        self._taken: list[tuple[str, View, int, int]] = []  # name, array and its addresses
-
-    def result(self, name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> View:
-        """Return the array to write a result to: `given`, or a new one if that is None."""
-        if given is None:
-            return arrays.empty(self._inputs.q, shape, dtype)
-        x = arrays.adopt(name, given)
-        checks.same_place(name, x, self._inputs.device)
-        if x.dtype != dtype:
-            raise TypeError(f"{name}: expected dtype {dtype}, the result's, got {x.dtype}")
-        checks.same_shape(name, x.shape, shape, "the result's")
-        self._claim(name, x, given)
-        return x
-
-    def workspace(self, given: Any, size: int) -> View:
-        """Return the caller's scratch memory, if `given` is at least `size` bytes of it."""
-        x = arrays.adopt("workspace", given)
-        checks.same_place("workspace", x, self._inputs.device)
-        if x.dtype != np.uint8:
-            raise TypeError(f"workspace: expected dtype uint8, got {x.dtype}")
-        if x.ndim != 1 or x.shape[0] < size:
-            raise ValueError(
-                f"workspace: expected a one-dimensional array of at least {size} uint8, "
-                f"got shape {x.shape}"
-            )
-        if x.address % 16 or not x.array.flags.c_contiguous:
-            raise ValueError("workspace: expected a contiguous array aligned to 16 bytes")
-        self._claim("workspace", x, given)
-        return x
-
-    def _claim(self, name: str, x: View, given: Any) -> None:
-        if x.device is None:
-            if not x.array.flags.writeable:
-                raise ValueError(f"{name}: expected a writable array, got a read-only one")
-            if x.array is not given and x.array.flags.owndata:  # a copy: the result would be lost
-                raise ValueError(
-                    f"{name}: expected an aligned array, got one with unaligned elements"
-                )
-        if arrays.self_overlap(x):
-            raise ValueError(
-                f"{name}: expected an array whose elements lie apart, got strides {x.strides} for "
-                f"shape {x.shape}, as of a broadcast view"
-            )
-        if not self._taken:
-            for other, y in zip(_ARGUMENTS, self._inputs[2:], strict=True):
-                if y is not None:
-                    self._taken.append((other, y, *arrays.extent(y)))
-        low, high = arrays.extent(x)
-        for other, y, first, end in self._taken:
-            if low < end and first < high and arrays.overlap(x, y):
-                raise ValueError(
-                    f"{name}: shares memory with {other}, which this call also uses; "
-                    "pass another array"
-                )
-        self._taken.append((name, x, low, high))
 
 
 def _same_kind(name: str, x: View, q: View, device: int | None) -> None:
