@@ -69,6 +69,8 @@ _MODULES = (
     "params",
     "merge",
     "compile",
+    "packed",
+    "options",
     "problem",
     "destinations",
     "layout",

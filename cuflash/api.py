@@ -12,14 +12,9 @@ from .arrays import View
 from .destinations import Destinations
 from .gradients import Gradients
 from .merge import read_merge, read_pair
-from .problem import (
-    Arrays,
-    Problem,
-    read,
-    read_backward,
-    read_packed,
-    read_wanted,
-)
+from .options import read_options
+from .packed import read_packed
+from .problem import Arrays, Problem, read, read_backward, read_wanted
 
 __all__ = [
     "attention",
@@ -134,7 +129,7 @@ def attention(
     (1, 100, 8, 64)
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
-    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
+    problem, inputs = read_options(*read(q, k, v, scale, causal, window, layout), *options)
     want_lse = checks.flag("return_lse", return_lse)
     return _results(*_forward(problem, inputs, want_lse, out), out)
 
@@ -179,7 +174,7 @@ def attention_vjp(
     >>> dq, dk, dv = vjp(dout)
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
-    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
+    problem, inputs = read_options(*read(q, k, v, scale, causal, window, layout), *options)
     want_lse = checks.flag("return_lse", return_lse)
     result, lse = _forward(problem, inputs, True, None)
     assert lse is not None
@@ -276,7 +271,7 @@ def attention_backward(
     gives the same bits. Grouped heads are summed in float32 (float64 for float64), rounded once.
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
-    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
+    problem, inputs = read_options(*read(q, k, v, scale, causal, window, layout), *options)
     inputs = read_backward(problem, inputs, dout, output, lse, dlse)
     return _backward(problem, inputs, wrt, out, workspace)
 

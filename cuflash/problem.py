@@ -7,7 +7,6 @@ Below this module nothing is checked: a Problem is valid, and the arrays that go
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,13 +20,13 @@ from .layout import AXES, Layout, read_axes, read_layout
 
 __all__ = [
     "FEATURES",
+    "MAX_LENGTH",
     "OPEN",
     "Arrays",
     "Problem",
     "Traits",
     "read",
     "read_backward",
-    "read_packed",
     "read_wanted",
 ]
 
@@ -35,7 +34,7 @@ __all__ = [
 OPEN = 2**31 - 1
 
 #: Lengths below this keep every sum of two positions in 32 bits.
-_MAX_LENGTH = 2**30
+MAX_LENGTH = 2**30
 _MAX_HEAD_DIM = 512
 
 
@@ -123,30 +122,9 @@ class Arrays(NamedTuple):
 
 
 def read(
-    q: Any,
-    k: Any,
-    v: Any,
-    scale: Any,
-    causal: Any,
-    window: Any,
-    layout: Any,
-    softcap: Any = 0.0,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout_p: Any = 0.0,
-    seed: Any = None,
-) -> tuple[Problem, Arrays]:
-    """Check the arguments that every call has."""
-    problem, inputs = _read_plain(q, k, v, scale, causal, window, layout)
-    options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
-    return _read_options(problem, inputs, *options)
-
-
-def _read_plain(
     q: Any, k: Any, v: Any, scale: Any, causal: Any, window: Any, layout: Any
 ) -> tuple[Problem, Arrays]:
+    """Check the arguments that every call has."""
     q, k, v = arrays.adopt("q", q), arrays.adopt("k", k), arrays.adopt("v", v)
     dtype = checks.element_type("q", q)
     layout = read_layout(layout)
@@ -207,233 +185,9 @@ def _geometry(
             f"shapes are read as {AXES[layout]}: pass layout= if heads come before seq"
         )
     for name, size in (("q", max(seqlen_q, heads_q)), ("k", max(seqlen_kv, heads_kv))):
-        if size >= _MAX_LENGTH:
+        if size >= MAX_LENGTH:
             raise ValueError(f"{name}: lengths and heads must be below 2**30, got {size}")
     return axes, (batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, head_dim_v)
-
-
-def _read_options(
-    problem: Problem,
-    inputs: Arrays,
-    softcap: Any,
-    bias: Any,
-    mask: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    dropout_p: Any,
-    seed: Any,
-) -> tuple[Problem, Arrays]:
-    """Check the options that change scores and probabilities."""
-    no_arrays = bias is mask is alibi_slopes is sinks is None
-    if no_arrays and type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0:
-        return problem, inputs
-    p, found, features = problem, {}, set()
-    cap = checks.number("softcap", softcap, p.dtype)
-    # The largest number of an accumulator has a reciprocal; the smallest cap must have one too.
-    smallest = 1 / float(np.finfo(p.dtype.accum).max)
-    if cap and not cap >= smallest:
-        raise ValueError(
-            f"softcap: expected 0 (none) or a positive number of at least {smallest:.1e}, "
-            f"got {softcap!r}"
-        )
-    if cap:
-        features.add("softcap")
-    bias_shape = p.bias_shape
-    if bias is not None:
-        found["bias"] = x = arrays.adopt("bias", bias)
-        if x.dtype not in (inputs.q.dtype, p.dtype.accum):
-            either = " or ".join(dict.fromkeys([str(inputs.q.dtype), str(p.dtype.accum)]))
-            raise TypeError(
-                f"bias: expected dtype {either} for {p.dtype} inputs, got {x.dtype}; "
-                "convert it with .astype(...)"
-            )
-        bias_shape = _pair_shape("bias", x, p, inputs.device)
-        features.add("bias")
-    if mask is not None:
-        found["mask"] = x = arrays.adopt("mask", mask)
-        if x.dtype != np.bool_:
-            raise TypeError(
-                f"mask: expected dtype bool, True where a query sees a key, got {x.dtype}; "
-                "pass numbers that are added to the scores as bias"
-            )
-        _pair_shape("mask", x, p, inputs.device)
-        features.add("mask")
-    if alibi_slopes is not None:
-        found["slopes"] = x = arrays.adopt("alibi_slopes", alibi_slopes)
-        _per_head("alibi_slopes", x, p, inputs.device)
-        if x.shape not in ((p.heads_q,), (p.batch, p.heads_q)):
-            raise ValueError(
-                f"alibi_slopes: expected shape {(p.heads_q,)} or {(p.batch, p.heads_q)} "
-                f"(heads of q, or batch and heads), got {x.shape}"
-            )
-        features.add("alibi")
-    if sinks is not None:
-        found["sinks"] = x = arrays.adopt("sinks", sinks)
-        _per_head("sinks", x, p, inputs.device)
-        checks.same_shape("sinks", x.shape, (p.heads_q,), "the heads of q")
-        features.add("sinks")
-    probability = checks.number("dropout_p", dropout_p, p.dtype)
-    if not 0 <= probability <= 1:
-        raise ValueError(f"dropout_p: expected a probability from 0 to 1, got {dropout_p!r}")
-    number = 0
-    if probability:
-        number, x = _seed(seed, inputs.device)
-        if x is not None:
-            found["seed"] = x
-        features.add("dropout")
-    problem = p._replace(
-        softcap=cap,
-        dropout_p=probability,
-        seed=number,
-        bias_shape=bias_shape,
-        features=tuple(name for name in FEATURES if name in features or name in p.features),
-    )
-    return problem, inputs._replace(**found)
-
-
-def _pair_shape(name: str, x: View, p: Problem, device: int | None) -> tuple[int, int, int, int]:
-    """Return the shape with four axes of an array that belongs to pairs of a query and a key."""
-    checks.same_place(name, x, device)
-    full = (p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv)
-    shape = x.shape if x.ndim == 4 else (1, 1, *x.shape)
-    fits = x.ndim in (2, 4) and max(shape) < 2**31
-    for got, want in zip(shape[:2], full[:2], strict=False):
-        fits &= got in (1, want)
-    if p.is_packed:
-        fitting = f"(queries, keys) or ({full[0]} entries, {full[1]} heads, queries, keys)"
-    else:
-        for got, want in zip(shape[2:], full[2:], strict=False):
-            fits &= got in (1, want)
-        fitting = f"{full[2:]} or {full} (batch, heads, queries, keys)"
-    if not fits:
-        raise ValueError(
-            f"{name}: expected shape {fitting}, where any axis may have length 1, got {x.shape}"
-        )
-    return shape  # type: ignore[return-value]
-
-
-def _per_head(name: str, x: View, p: Problem, device: int | None) -> None:
-    if x.dtype != p.dtype.accum:
-        raise TypeError(
-            f"{name}: expected dtype {p.dtype.accum} for {p.dtype} inputs, got {x.dtype}; "
-            "convert it with .astype(...)"
-        )
-    checks.same_place(name, x, device)
-
-
-def _seed(seed: Any, device: int | None) -> tuple[int, View | None]:
-    """Return the seed in 64 bits, or the array on the device that holds it."""
-    if seed is None:
-        raise ValueError(
-            "seed: expected an int, or an array of one int64, when dropout_p > 0; pass the same "
-            "one to the backward call, and another one to each forward call"
-        )
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, (bool, np.bool_)):
-        if not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed: expected an integer of 64 bits, got {seed}")
-        return int(seed) % 2**64, None
-    try:
-        x = arrays.adopt("seed", seed)
-    except TypeError:
-        raise TypeError(
-            f"seed: expected an int or an array of one int64, got {type(seed).__name__}"
-        ) from None
-    if x.dtype not in (np.int64, np.uint64) or math.prod(x.shape) != 1:
-        raise TypeError(
-            f"seed: expected an int or an array of one int64, got an array of dtype {x.dtype} "
-            f"and shape {x.shape}"
-        )
-    if x.device is None:
-        return int(x.array.reshape(())) % 2**64, None
-    checks.same_place("seed", x, device)
-    return 0, x
-
-
-def read_packed(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    scale: Any,
-    causal: Any,
-    window: Any,
-    layout: Any,
-    *options: Any,
-) -> tuple[Problem, Arrays]:
-    """Check the arguments of a call with packed entries; `options` are those of read()."""
-    q = arrays.adopt("q", q)
-    if q.ndim != 3:
-        raise ValueError(
-            f"q: expected packed (total, heads, dim) or, with layout='bhsd', (heads, total, dim), "
-            f"got shape {q.shape}"
-        )
-    problem, inputs = _read_plain(q, k, v, scale, causal, window, layout)
-    offsets = [arrays.adopt("cu_seqlens_q", cu_seqlens_q)]
-    offsets += [arrays.adopt("cu_seqlens_k", cu_seqlens_k)]
-    longest = []
-    totals = problem.seqlen_q, problem.seqlen_kv
-    names = "cu_seqlens_q", "cu_seqlens_k"
-    for name, x, total in zip(names, offsets, totals, strict=True):
-        longest.append(_offsets(name, x, total, inputs.device))
-    entries = [x.shape[0] - 1 for x in offsets]
-    if entries[0] != entries[1]:
-        raise ValueError(
-            f"cu_seqlens_k: expected {entries[0] + 1} offsets, as cu_seqlens_q has, "
-            f"got {entries[1] + 1}"
-        )
-    for name, hint in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        _hint(name, hint)
-    features = ("packed",)
-    problem = problem._replace(batch=entries[0], features=features)
-    inputs = inputs._replace(cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[1])
-    problem, inputs = _read_options(problem, inputs, *options)
-    for name, x in (("bias", inputs.bias), ("mask", inputs.mask)):
-        if x is None:
-            continue
-        for what, length, got in zip(("queries", "keys"), longest, x.shape[-2:], strict=True):
-            if got != 1 and got < length:
-                raise ValueError(
-                    f"{name}: expected an axis of {what} of length 1 or of at least the longest "
-                    f"entry's {length}, got shape {x.shape}"
-                )
-    return problem, inputs
-
-
-def _offsets(name: str, x: View, total: int, device: int | None) -> int:
-    """Check offsets; returns the longest entry, or 1 if they are on a device, unread."""
-    if x.dtype not in (np.int32, np.int64):
-        raise TypeError(f"{name}: expected dtype int32 or int64, got {x.dtype}")
-    if x.ndim != 1 or not 1 <= x.shape[0] <= _MAX_LENGTH:
-        raise ValueError(
-            f"{name}: expected one axis of (number of entries) + 1 offsets, got shape {x.shape}"
-        )
-    if x.device is not None:
-        checks.same_place(name, x, device)
-        return min(1, total)
-    first, end = x.array[:-1], x.array[1:]
-    if x.array[0] < 0 or x.array[-1] > total or (end < first).any():  # differences might wrap
-        raise ValueError(
-            f"{name}: expected offsets from 0 to {total}, the rows there are, each at least the "
-            f"one before, got {np.array2string(x.array, threshold=8)}"
-        )
-    return int((end - first).max(initial=0))
-
-
-def _hint(name: str, value: Any) -> None:
-    """Check a hint for the choice of kernels; no kernel here needs it."""
-    if value is None:
-        return
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer, np.ndarray)):
-        raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
-    try:
-        length = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an int or None, got {value!r}") from None
-    if length < 0:
-        raise ValueError(f"{name}: expected a length, got {length}")
 
 
 def read_wanted(wrt: Any, problem: Problem) -> tuple[str, ...]:

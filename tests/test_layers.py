@@ -18,7 +18,7 @@ PACKAGE = ROOT / "cuflash"
 
 #: Imports only point down this list. Leaves import each other where it is said.
 ORDER = ["__init__", "api", "launch", "params", "compile", "select", "arch", "plan", "merge"]
-ORDER += ["problem", "destinations", "layout", "checks"]
+ORDER += ["packed", "options", "problem", "destinations", "layout", "checks"]
 LEAVES = {"gradients", "reference", "arrays", "dtypes", "device", "source", "cache", "host"}
 AMONG_LEAVES = {("reference", "gradients")}
 
