@@ -79,6 +79,7 @@ _MODULES = (
     "device",
     "arrays",
     "source",
+    "calls",
     "api",
 )
 

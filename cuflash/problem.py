@@ -27,7 +27,6 @@ __all__ = [
     "Traits",
     "read",
     "read_backward",
-    "read_wanted",
 ]
 
 #: No limit on that side of the window; kOpen in kernels/attention/params.cuh.
@@ -188,23 +187,6 @@ def _geometry(
         if size >= MAX_LENGTH:
             raise ValueError(f"{name}: lengths and heads must be below 2**30, got {size}")
     return axes, (batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, head_dim_v)
-
-
-def read_wanted(wrt: Any, problem: Problem) -> tuple[str, ...]:
-    """Return which gradients are wanted, of q, k, v, bias and sinks."""
-    there = ["q", "k", "v"]
-    if problem.features:
-        there += [name for name in ("bias", "sinks") if name in problem.features]
-    if wrt is None:
-        return tuple(there)
-    try:
-        names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
-    except TypeError:
-        raise TypeError(f"wrt: expected names out of {there}, got {type(wrt).__name__}") from None
-    for name in names:
-        if not isinstance(name, str) or name not in there:
-            raise ValueError(f"wrt: expected some of {there}, the call's arrays, got {name!r}")
-    return names
 
 
 def read_backward(

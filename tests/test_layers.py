@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cuflash"
 
 #: Imports only point down this list. Leaves import each other where it is said.
-ORDER = ["__init__", "api", "launch", "params", "compile", "select", "arch", "plan", "merge"]
-ORDER += ["packed", "options", "problem", "destinations", "layout", "checks"]
+ORDER = ["__init__", "api", "calls", "launch", "params", "compile", "select", "arch", "plan"]
+ORDER += ["merge", "packed", "options", "problem", "destinations", "layout", "checks"]
 LEAVES = {"gradients", "reference", "arrays", "dtypes", "device", "source", "cache", "host"}
 AMONG_LEAVES = {("reference", "gradients")}
 
