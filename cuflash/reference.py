@@ -34,8 +34,6 @@ References
    2023, arXiv:2307.08691: one log-sum-exp per row in place of maximum and sum.
 .. [4] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases
    Enables Input Length Extrapolation", 2021, arXiv:2108.12409: the slopes.
-.. [5] J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel Random Numbers: As Easy as 1,
-   2, 3", SC 2011: Philox4x32-10, which dropout draws from.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .dropout import dropout_keep, kept
 from .gradients import Gradients
 
 __all__ = [
@@ -318,17 +317,6 @@ def merge_states(
     return out.swapaxes(-3, -2) if layout == "bshd" else out, m + np.log(total)
 
 
-def dropout_keep(
-    seed: int, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_kv: int
-) -> np.ndarray:
-    """Which weights dropout keeps: a bool array of shape (batch, heads, seqlen_q, seqlen_kv).
-
-    An element depends on ``seed``, ``dropout_p`` and its own indices, and on nothing else. Each row
-    has two numbers from Philox4x32-10, and a hash makes of them and of j one number for each key j.
-    """
-    return _kept(seed, dropout_p, np.arange(batch), heads, seqlen_q, seqlen_kv)
-
-
 @dataclass
 class _Options:
     """The options of a call, arrays as float64 on the host."""
@@ -480,37 +468,8 @@ def _drop(shape: tuple[int, ...], options: _Options) -> Any:
     p, (batch, *rest) = options.dropout_p, shape
     if not p or options.seed is None:
         return 1.0
-    keep = _kept(options.seed, p, options.first + np.arange(batch), *rest)
+    keep = kept(options.seed, p, options.first + np.arange(batch), *rest)
     return keep / (1 - p) if p < 1 else 0.0
-
-
-def _kept(seed: int, p: float, entries: np.ndarray, heads: int, sq: int, sk: int) -> np.ndarray:
-    """`dropout_keep` for the batch entries of these indices."""
-    b, h, i = np.ix_(
-        entries.astype(np.uint64), *(np.arange(n, dtype=np.uint64) for n in (heads, sq))
-    )
-    counter = np.broadcast_arrays(i, h, b & _LOW, b >> 32)
-    seed %= 2**64
-    a, b, *_ = _philox(counter, (seed & _LOW, seed >> 32))
-    x = a.astype(np.uint32)[..., None] + np.arange(sk, dtype=np.uint32) * np.uint32(0x9E3779B9)
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x ^= b.astype(np.uint32)[..., None]
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    x ^= x >> 16
-    return x.astype(np.uint64) >= round(p * 2**32)
-
-
-_LOW = 2**32 - 1
-
-
-def _philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> Sequence[np.ndarray]:
-    """Philox4x32-10: four words of 32 bits, in uint64 arrays, from four others and a key."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        x, y = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (y >> 32) ^ c1 ^ k0, y & _LOW, (x >> 32) ^ c3 ^ k1, x & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    return c0, c1, c2, c3
 
 
 def _entries(

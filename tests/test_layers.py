@@ -19,8 +19,9 @@ PACKAGE = ROOT / "cuflash"
 #: Imports only point down this list. Leaves import each other where it is said.
 ORDER = ["__init__", "api", "calls", "launch", "params", "compile", "select", "arch", "plan"]
 ORDER += ["merge", "packed", "options", "problem", "destinations", "layout", "checks"]
-LEAVES = {"gradients", "reference", "arrays", "dtypes", "device", "source", "cache", "host"}
-AMONG_LEAVES = {("reference", "gradients")}
+LEAVES = {"gradients", "reference", "dropout", "arrays", "dtypes", "device", "source", "cache"}
+LEAVES |= {"host"}
+AMONG_LEAVES = {("reference", "gradients"), ("reference", "dropout")}
 
 
 def imports(path: Path) -> set[str]:
