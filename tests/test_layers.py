@@ -20,8 +20,8 @@ PACKAGE = ROOT / "cuflash"
 ORDER = ["__init__", "api", "calls", "launch", "params", "compile", "select", "arch", "plan"]
 ORDER += ["merge", "packed", "options", "problem", "destinations", "layout", "checks"]
 LEAVES = {"gradients", "reference", "dropout", "arrays", "dtypes", "device", "source", "cache"}
-LEAVES |= {"host"}
-AMONG_LEAVES = {("reference", "gradients"), ("reference", "dropout")}
+LEAVES |= {"host", "reference_arguments"}
+AMONG_LEAVES = {("reference", leaf) for leaf in ("gradients", "dropout", "reference_arguments")}
 
 
 def imports(path: Path) -> set[str]:
