@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge: what a call of merge_states asks for. Reads its arguments and checks them.
 
-As problem.py is to attention: below this module nothing is checked.
+As problem.py is to attention: whoever takes a Merge checks nothing.
 """
 
 from __future__ import annotations

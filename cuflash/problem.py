@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problem: what a call asks for. Reads the arguments, checks them, and raises every error.
+"""Problem: what a call asks for, and the reading of a plain one, without options.
 
-Below this module nothing is checked: a Problem is valid, and the arrays that go with it fit it.
+Whoever takes a Problem checks nothing: it is valid, and the arrays that go with it fit it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ OPEN = 2**31 - 1
 #: Lengths below this keep every sum of two positions in 32 bits.
 MAX_LENGTH = 2**30
 _MAX_HEAD_DIM = 512
-
 
 #: Options that kernels are compiled for; the others are run-time values and cost nothing.
 FEATURES = ("softcap", "bias", "mask", "alibi", "sinks", "dropout", "packed")
