@@ -69,11 +69,17 @@ _MODULES = (
     "params",
     "merge",
     "compile",
+    "packed",
+    "options",
     "problem",
+    "destinations",
+    "layout",
+    "checks",
     "dtypes",
     "device",
     "arrays",
     "source",
+    "calls",
     "api",
 )
 

@@ -4,23 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any
 
-from . import arrays, launch
-from .arrays import View
+from . import calls, checks
 from .gradients import Gradients
-from .merge import MergeDestinations, read_merge, read_pair
-from .problem import (
-    Arrays,
-    Destinations,
-    Problem,
-    read,
-    read_backward,
-    read_flag,
-    read_packed,
-    read_wanted,
-)
+from .merge import read_merge
+from .options import read_options
+from .packed import read_packed
+from .problem import read, read_backward
 
 __all__ = [
     "attention",
@@ -135,9 +126,9 @@ def attention(
     (1, 100, 8, 64)
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
-    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
-    want_lse = read_flag("return_lse", return_lse)
-    return _results(*_forward(problem, inputs, want_lse, out), out)
+    problem, inputs = read_options(*read(q, k, v, scale, causal, window, layout), *options)
+    want_lse = checks.flag("return_lse", return_lse)
+    return calls.results(*calls.forward(problem, inputs, want_lse, out), out)
 
 
 def attention_vjp(
@@ -180,16 +171,16 @@ def attention_vjp(
     >>> dq, dk, dv = vjp(dout)
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
-    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
-    want_lse = read_flag("return_lse", return_lse)
-    result, lse = _forward(problem, inputs, True, None)
+    problem, inputs = read_options(*read(q, k, v, scale, causal, window, layout), *options)
+    want_lse = checks.flag("return_lse", return_lse)
+    result, lse = calls.forward(problem, inputs, True, None)
     assert lse is not None
 
     def vjp(
         dout: Any, *, dlse: Any = None, wrt: Any = None, out: Any = None, workspace: Any = None
     ) -> Gradients:
         all_inputs = read_backward(problem, inputs, dout, result, lse, dlse)
-        return _backward(problem, all_inputs, wrt, out, workspace)
+        return calls.backward(problem, all_inputs, wrt, out, workspace)
 
     function: Callable[..., Gradients] = vjp
     if want_lse:
@@ -277,9 +268,9 @@ def attention_backward(
     gives the same bits. Grouped heads are summed in float32 (float64 for float64), rounded once.
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
-    problem, inputs = read(q, k, v, scale, causal, window, layout, *options)
+    problem, inputs = read_options(*read(q, k, v, scale, causal, window, layout), *options)
     inputs = read_backward(problem, inputs, dout, output, lse, dlse)
-    return _backward(problem, inputs, wrt, out, workspace)
+    return calls.backward(problem, inputs, wrt, out, workspace)
 
 
 def attention_varlen(
@@ -355,8 +346,8 @@ def attention_varlen(
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     problem, inputs = read_packed(q, k, v, *offsets, scale, causal, window, layout, *options)
-    want_lse = read_flag("return_lse", return_lse)
-    return _results(*_forward(problem, inputs, want_lse, out), out)
+    want_lse = checks.flag("return_lse", return_lse)
+    return calls.results(*calls.forward(problem, inputs, want_lse, out), out)
 
 
 def attention_varlen_backward(
@@ -411,7 +402,7 @@ def attention_varlen_backward(
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     problem, inputs = read_packed(q, k, v, *offsets, scale, causal, window, layout, *options)
     inputs = read_backward(problem, inputs, dout, output, lse, dlse)
-    return _backward(problem, inputs, wrt, out, workspace)
+    return calls.backward(problem, inputs, wrt, out, workspace)
 
 
 def merge_states(outs: Any, lses: Any, *, layout: str = "bshd", out: Any = None) -> tuple[Any, Any]:
@@ -463,80 +454,4 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "bshd", out: Any = None)
     >>> out, lse = cuflash.merge_states(*zip(*results))
     """
     problem, parts = read_merge(outs, lses, layout)
-    to_out, to_lse = read_pair(out)
-    with arrays.on(parts.device):
-        to = MergeDestinations(parts)
-        result = to.result("out", to_out, parts.outs[0].shape, parts.outs[0].dtype)
-        lse = to.result("lse of out", to_lse, parts.lses[0].shape, parts.lses[0].dtype)
-        launch.merge(problem, parts, result, lse)
-    return _given(to_out, result), _given(to_lse, lse)
-
-
-def _forward(
-    problem: Problem, inputs: Arrays, want_lse: bool, out: Any
-) -> tuple[View, View | None]:
-    p, layout = problem, inputs.layout
-    to_out, to_lse = out if want_lse and isinstance(out, tuple) and len(out) == 2 else (out, None)
-    if isinstance(to_out, tuple):
-        raise TypeError(
-            "out: expected one array, or a pair (out, lse) together with return_lse=True, "
-            f"got a tuple of {len(to_out)}"
-        )
-    to = Destinations(inputs)
-    with arrays.on(inputs.device):
-        shape = layout.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
-        result = to.result("out", to_out, shape, inputs.q.dtype)
-        lse = None
-        if want_lse:
-            rows = layout.row_shape(p.batch, p.heads_q, p.seqlen_q)
-            lse = to.result("lse of out", to_lse, rows, p.dtype.accum)
-        launch.forward(problem, inputs, result, lse)
-    return result, lse
-
-
-def _results(result: View, lse: View | None, out: Any) -> Any:
-    """Return what the caller of a forward function gets."""
-    if lse is None:
-        return _given(out, result)
-    to_out, to_lse = out if isinstance(out, tuple) else (out, None)
-    return _given(to_out, result), _given(to_lse, lse)
-
-
-def _backward(problem: Problem, inputs: Arrays, wrt: Any, out: Any, workspace: Any) -> Gradients:
-    wanted = read_wanted(wrt, problem)
-    given = (None,) * 3 if out is None else out
-    if not isinstance(given, (tuple, list)) or not 3 <= len(given) <= 5:
-        raise TypeError(f"out: expected (dq, dk, dv[, dbias[, dsinks]]), got {_kind(out)}")
-    i = inputs
-    of = {"q": i.q, "k": i.k, "v": i.v, "bias": i.bias, "sinks": i.sinks}
-    to = Destinations(inputs)
-    results: dict[str, View] = {}
-    found: list[Any] = []
-    with arrays.on(inputs.device):
-        for (name, x), destination in zip_longest(of.items(), given):
-            if name in wanted and x is not None:
-                label = "d" + name
-                results[label] = y = to.result(label + " of out", destination, x.shape, x.dtype)
-                found.append(y.array if destination is None else destination)
-            elif destination is None:
-                found.append(None)
-            else:
-                raise ValueError(f"out: d{name} is not computed by this call; pass None for it")
-        for name, other in (("dk", "dv"), ("dv", "dk")):  # one kernel computes both
-            if other in results and name not in results:
-                x = i.k if name == "dk" else i.v
-                results[name] = arrays.empty(x, x.shape, x.dtype)
-        if workspace is not None:
-            size = launch.workspace_bytes(problem, inputs, results)
-            workspace = to.workspace(workspace, size)
-        launch.backward(problem, inputs, results, workspace)
-    return Gradients(*found)
-
-
-def _kind(x: Any) -> str:
-    return f"{type(x).__name__} of {len(x)}" if isinstance(x, (tuple, list)) else type(x).__name__
-
-
-def _given(given: Any, result: View) -> Any:
-    """Return the very object that the caller gave, as NumPy does, or the new array."""
-    return result.array if given is None else given
+    return calls.merge(problem, parts, out)

@@ -20,10 +20,11 @@ import numpy as np
 
 from . import arrays, compile, device, host, select
 from .arrays import Form, View
+from .layout import Layout
 from .merge import Merge, Parts
 from .params import ADDRESSES, SEED, Operands, pack, pack_merge
 from .plan import KernelPlan, MergeStates, UnitPlan
-from .problem import Arrays, Layout, Problem, Traits
+from .problem import Arrays, Problem, Traits
 
 __all__ = ["backward", "forward", "host_seed", "merge", "workspace_bytes"]
 

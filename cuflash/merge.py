@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge: what a call of merge_states asks for. Reads its arguments and checks them.
 
-As problem.py is to attention: below this module nothing is checked.
+As problem.py is to attention: whoever takes a Merge checks nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import arrays
+from . import arrays, checks
 from .arrays import View
-from .dtypes import DTYPES, DType, lookup
-from .problem import _AXES, _LAYOUTS, Arrays, Destinations, Layout
+from .dtypes import DType
+from .layout import Layout, read_axes, read_layout
 
-__all__ = ["Merge", "MergeDestinations", "Parts", "read_merge", "read_pair"]
+__all__ = ["Merge", "Parts", "read_merge", "read_pair"]
 
 
 class Merge(NamedTuple):
@@ -40,11 +41,16 @@ class Parts(NamedTuple):
     outs: tuple[View, ...]
     lses: tuple[View, ...]
 
+    def named(self) -> Iterator[tuple[str, View]]:
+        """Yield the arrays, each with what messages call it."""
+        for name, views in (("outs", self.outs), ("lses", self.lses)):
+            for n, x in enumerate(views):
+                yield f"{name}[{n}]", x
+
 
 def read_merge(outs: Any, lses: Any, layout: Any) -> tuple[Merge, Parts]:
     """Check the arguments of merge_states but `out`."""
-    if not isinstance(layout, str) or layout not in _AXES:
-        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    layout = read_layout(layout)
     for name, given in (("outs", outs), ("lses", lses)):
         # The slices of one array would be merged, whatever its first axis is.
         if not isinstance(given, (list, tuple)):
@@ -59,15 +65,8 @@ def read_merge(outs: Any, lses: Any, layout: Any) -> tuple[Merge, Parts]:
     outs = tuple(arrays.adopt(f"outs[{n}]", x) for n, x in enumerate(outs))
     lses = tuple(arrays.adopt(f"lses[{n}]", x) for n, x in enumerate(lses))
     first = outs[0]
-    dtype = lookup(first.dtype)
-    if dtype is None:
-        raise TypeError(
-            f"outs[0]: expected dtype {', '.join(DTYPES)} in native byte order, "
-            f"got {first.dtype}; convert it with .astype(...)"
-        )
-    axes = _LAYOUTS.get((layout, first.ndim))
-    if axes is None:
-        raise ValueError(f"outs[0]: expected {_AXES[layout]}, got shape {first.shape}")
+    dtype = checks.element_type("outs[0]", first)
+    axes = read_axes("outs[0]", layout, first.shape)
     batch, seq, heads, dim = axes.sizes(first.shape)
     for n, x in enumerate(outs):
         what = "that of outs[0]"
@@ -100,34 +99,6 @@ def _fits(
 ) -> None:
     if x.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, {why}, got {x.dtype}")
-    _same_place(name, x, device)
+    checks.same_place(name, x, device, "outs[0]")
     if x.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, {what}, got {x.shape}")
-
-
-def _same_place(name: str, x: View, device: int | None) -> None:
-    if x.device != device:
-        here, there = ("host memory" if i is None else f"GPU {i}" for i in (x.device, device))
-        kind = TypeError if None in (x.device, device) else ValueError
-        raise kind(
-            f"{name}: expected an array in the same place as outs[0] ({there}), got one in {here}"
-        )
-
-
-class MergeDestinations(Destinations):
-    """Where merge_states writes: arrays that share no memory with a part nor with each other."""
-
-    def __init__(self, parts: Parts) -> None:
-        first = parts.outs[0]
-        super().__init__(Arrays(parts.layout, parts.device, first, first, first))
-        self._parts = parts
-
-    def result(self, name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> View:
-        """Return the array to write a result to: `given`, or a new one if that is None."""
-        if given is not None:
-            _same_place(name, arrays.adopt(name, given), self._inputs.device)
-            if not self._taken:
-                for other, views in (("outs", self._parts.outs), ("lses", self._parts.lses)):
-                    for n, x in enumerate(views):
-                        self._taken.append((f"{other}[{n}]", x, *arrays.extent(x)))
-        return super().result(name, given, shape, dtype)

@@ -10,9 +10,10 @@ import struct
 from typing import Any, NamedTuple
 
 from .arrays import Form, View
+from .layout import Layout
 from .merge import Merge, Parts
 from .plan import PARAMS_BYTES, MergeStates, dbias_split
-from .problem import Layout, Problem
+from .problem import Problem
 
 __all__ = ["ADDRESSES", "SEED", "Operands", "pack", "pack_merge"]
 

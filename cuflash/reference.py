@@ -34,19 +34,27 @@ References
    2023, arXiv:2307.08691: one log-sum-exp per row in place of maximum and sum.
 .. [4] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases
    Enables Input Length Extrapolation", 2021, arXiv:2108.12409: the slopes.
-.. [5] J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel Random Numbers: As Easy as 1,
-   2, 3", SC 2011: Philox4x32-10, which dropout draws from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .dropout import dropout_keep, kept
 from .gradients import Gradients
+from .reference_arguments import (
+    Options,
+    as_given,
+    entries,
+    float64,
+    heads_first,
+    of_entry,
+    read_dlse,
+)
 
 __all__ = [
     "attention",
@@ -128,14 +136,14 @@ def attention(
     NaN and Inf reach exactly the rows that see them; dropout hides nothing. A visible score of -inf
     has weight 0; a row with no other score has out 0 and lse -inf, as if it saw nothing.
     """
-    options = _Options(
+    options = Options(
         scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed
     )
     batched = q.ndim == 4
-    q, k, v = _heads_first(layout, q, k, v)
+    q, k, v = heads_first(layout, q, k, v)
     options.check_shapes(*q.shape[:2])
     out, lse = _forward(q, k, v, options)
-    out = _as_given(layout, batched, out)
+    out = as_given(layout, batched, out)
     return (out, lse if batched else lse[0]) if return_lse else out
 
 
@@ -176,14 +184,14 @@ def attention_backward(
         In float64, each with the shape of its argument. Gradients of queries that see no key and of
         keys and pairs that no query sees are 0.
     """
-    options = _Options(
+    options = Options(
         scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed
     )
     batched = q.ndim == 4
-    q, k, v, dout = _heads_first(layout, q, k, v, dout)
+    q, k, v, dout = heads_first(layout, q, k, v, dout)
     options.check_shapes(*q.shape[:2])
-    grads = _backward(dout, q, k, v, _read_dlse(dlse, batched, q), options)
-    dq, dk, dv = (_as_given(layout, batched, x) for x in grads)
+    grads = _backward(dout, q, k, v, read_dlse(dlse, batched, q), options)
+    dq, dk, dv = (as_given(layout, batched, x) for x in grads)
     return replace(grads, dq=dq, dk=dk, dv=dv)
 
 
@@ -227,12 +235,12 @@ def attention_varlen(
     lse : float64 array, shape (Hq, total_q), only with ``return_lse``
         Rows of no entry are -inf, with sinks too.
     """
-    q, k, v = _heads_first(layout, q, k, v, packed=True)
+    q, k, v = heads_first(layout, q, k, v, packed=True)
     out = np.zeros((*q.shape[:-1], v.shape[-1]), np.result_type(q, k, v))
     lse = np.full(q.shape[:-1], -np.inf, out.dtype)
-    for i, j, entry in _entries(q, cu_seqlens_q, k, cu_seqlens_k, _Options(**options)):
+    for i, j, entry in entries(q, cu_seqlens_q, k, cu_seqlens_k, Options(**options)):
         out[:, :, i], lse[:, :, i] = _forward(q[:, :, i], k[:, :, j], v[:, :, j], entry)
-    out = _as_given(layout, False, out)
+    out = as_given(layout, False, out)
     return (out, lse[0]) if return_lse else out
 
 
@@ -266,18 +274,18 @@ def attention_varlen_backward(
         In float64, each with the shape of its argument. What belongs to no entry has the gradient
         0.
     """
-    q, k, v, dout = _heads_first(layout, q, k, v, dout, packed=True)
-    o, dlse = _Options(**options), _read_dlse(dlse, False, q)
+    q, k, v, dout = heads_first(layout, q, k, v, dout, packed=True)
+    o, dlse = Options(**options), read_dlse(dlse, False, q)
     dq, dk, dv = (np.zeros(x.shape, np.result_type(q, k, v, dout)) for x in (q, k, v))
     dbias, dsinks = (None if x is None else np.zeros_like(x) for x in (o.bias, o.sinks))
-    for i, j, entry in _entries(q, cu_seqlens_q, k, cu_seqlens_k, o):
+    for i, j, entry in entries(q, cu_seqlens_q, k, cu_seqlens_k, o):
         grads = _backward(dout[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], dlse[:, :, i], entry)
         dq[:, :, i], dk[:, :, j], dv[:, :, j] = grads
         if dbias is not None:
-            _of_entry(dbias, entry.first, i, j)[...] += grads.dbias
+            of_entry(dbias, entry.first, i, j)[...] += grads.dbias
         if dsinks is not None:
             dsinks += grads.dsinks
-    dq, dk, dv = (_as_given(layout, False, x) for x in (dq, dk, dv))
+    dq, dk, dv = (as_given(layout, False, x) for x in (dq, dk, dv))
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
@@ -305,7 +313,7 @@ def merge_states(
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"expected as many outs as lses, got {len(outs)} and {len(lses)}")
-    x, lse = np.stack([_float64(x) for x in outs]), np.stack([_float64(x) for x in lses])
+    x, lse = np.stack([float64(x) for x in outs]), np.stack([float64(x) for x in lses])
     x = x.swapaxes(-3, -2) if layout == "bshd" else x
     if x.shape[:-1] != lse.shape:
         raise ValueError(f"shapes do not fit together: {outs[0].shape} and {lses[0].shape}")
@@ -318,64 +326,6 @@ def merge_states(
     return out.swapaxes(-3, -2) if layout == "bshd" else out, m + np.log(total)
 
 
-def dropout_keep(
-    seed: int, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_kv: int
-) -> np.ndarray:
-    """Which weights dropout keeps: a bool array of shape (batch, heads, seqlen_q, seqlen_kv).
-
-    An element depends on ``seed``, ``dropout_p`` and its own indices, and on nothing else. Each row
-    has two numbers from Philox4x32-10, and a hash makes of them and of j one number for each key j.
-    """
-    return _kept(seed, dropout_p, np.arange(batch), heads, seqlen_q, seqlen_kv)
-
-
-@dataclass
-class _Options:
-    """The options of a call, arrays as float64 on the host."""
-
-    scale: float | None = None
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    bias: Any = None
-    mask: Any = None
-    alibi_slopes: Any = None
-    sinks: Any = None
-    dropout_p: float = 0.0
-    seed: int | None = None
-    first: int = 0  # index of the first batch entry, for dropout
-
-    def __post_init__(self) -> None:
-        for name in ("bias", "alibi_slopes", "sinks"):
-            x = getattr(self, name)
-            setattr(self, name, None if x is None else _float64(x))
-        self.mask = None if self.mask is None else _host(self.mask)
-        if self.mask is not None and self.mask.dtype != bool:
-            raise TypeError(f"mask: expected bool, got {self.mask.dtype}")
-        if not 0 <= self.softcap < np.inf:
-            raise ValueError(f"softcap: expected 0 or a positive number, got {self.softcap}")
-        if not 0 <= self.dropout_p <= 1:
-            raise ValueError(f"dropout_p: expected a number from 0 to 1, got {self.dropout_p}")
-        if self.dropout_p and self.seed is None:
-            raise ValueError("seed: expected an int with dropout_p, got None")
-
-    def check_shapes(self, batch: int, heads: int) -> None:
-        """Raise ValueError where broadcasting would not, or not yet."""
-        for name, x in (("bias", self.bias), ("mask", self.mask)):
-            sizes = ((1, batch), (1, heads))
-            if (
-                x is not None
-                and x.ndim != 2
-                and (x.ndim != 4 or any(n not in of for n, of in zip(x.shape, sizes, strict=False)))
-            ):
-                raise ValueError(f"{name}: expected (Sq, Sk) or (batch, Hq, Sq, Sk), got {x.shape}")
-        slopes, sinks = self.alibi_slopes, self.sinks
-        if slopes is not None and slopes.shape not in ((heads,), (batch, heads)):
-            raise ValueError(f"alibi_slopes: expected (Hq,) or (batch, Hq), got {slopes.shape}")
-        if sinks is not None and sinks.shape != (heads,):
-            raise ValueError(f"sinks: expected (Hq,), got {sinks.shape}")
-
-
 class _Softmax(NamedTuple):
     """What both passes need of the scores; arrays of shape (batch, Hq, Sq, Sk), lse without Sk."""
 
@@ -386,7 +336,7 @@ class _Softmax(NamedTuple):
     lse: np.ndarray
 
 
-def _softmax(q: np.ndarray, k: np.ndarray, options: _Options) -> _Softmax:
+def _softmax(q: np.ndarray, k: np.ndarray, options: Options) -> _Softmax:
     """Scores, with every option, and their softmax."""
     o, slope = options, float(q.shape[-1] ** -0.5 if options.scale is None else options.scale)
     x = slope * (q @ k.mT)
@@ -410,7 +360,7 @@ def _softmax(q: np.ndarray, k: np.ndarray, options: _Options) -> _Softmax:
 
 
 def _forward(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, options: _Options
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return out and lse, axes (batch, heads, seq, dim) here and in the next function."""
     s = _softmax(q, _per_query_head(k, q), options)
@@ -423,7 +373,7 @@ def _backward(
     k: np.ndarray,
     v: np.ndarray,
     dlse: np.ndarray,
-    options: _Options,
+    options: Options,
 ) -> Gradients:
     kv_heads = k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
@@ -449,7 +399,7 @@ def _distance(sq: int, sk: int) -> np.ndarray:
     return np.abs(np.arange(sq)[:, None] + sk - sq - np.arange(sk))
 
 
-def _visible(shape: tuple[int, ...], options: _Options) -> np.ndarray:
+def _visible(shape: tuple[int, ...], options: Options) -> np.ndarray:
     """Which query (row) sees which key (column), for each batch entry and head."""
     (*_, sq, sk), (left, right) = shape, options.window
     p, j = np.arange(sq)[:, None] + sk - sq, np.arange(sk)
@@ -463,79 +413,13 @@ def _visible(shape: tuple[int, ...], options: _Options) -> np.ndarray:
     return np.broadcast_to(visible, shape)
 
 
-def _sink_terms(sinks: np.ndarray, lse: np.ndarray, dlse: np.ndarray) -> np.ndarray:
-    """Return what each row adds to the gradient of its sink, given ``dlse - delta``."""
-    return np.where(np.isneginf(lse), 0.0, np.exp(sinks[:, None] - lse) * dlse)
-
-
-def _sum_to(shape: tuple[int, ...], dx: np.ndarray) -> np.ndarray:
-    """Sum over the axes along which an array of a shape was broadcast."""
-    missing = dx.ndim - len(shape)
-    ones = tuple(n for n, size in enumerate(shape, missing) if size == 1)
-    return dx.sum(axis=(*range(missing), *ones), keepdims=True).reshape(shape)
-
-
-def _drop(shape: tuple[int, ...], options: _Options) -> Any:
+def _drop(shape: tuple[int, ...], options: Options) -> Any:
     """Return what dropout multiplies probabilities of a shape with."""
     p, (batch, *rest) = options.dropout_p, shape
     if not p or options.seed is None:
         return 1.0
-    keep = _kept(options.seed, p, options.first + np.arange(batch), *rest)
+    keep = kept(options.seed, p, options.first + np.arange(batch), *rest)
     return keep / (1 - p) if p < 1 else 0.0
-
-
-def _kept(seed: int, p: float, entries: np.ndarray, heads: int, sq: int, sk: int) -> np.ndarray:
-    """`dropout_keep` for the batch entries of these indices."""
-    b, h, i = np.ix_(
-        entries.astype(np.uint64), *(np.arange(n, dtype=np.uint64) for n in (heads, sq))
-    )
-    counter = np.broadcast_arrays(i, h, b & _LOW, b >> 32)
-    seed %= 2**64
-    a, b, *_ = _philox(counter, (seed & _LOW, seed >> 32))
-    x = a.astype(np.uint32)[..., None] + np.arange(sk, dtype=np.uint32) * np.uint32(0x9E3779B9)
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x ^= b.astype(np.uint32)[..., None]
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    x ^= x >> 16
-    return x.astype(np.uint64) >= round(p * 2**32)
-
-
-_LOW = 2**32 - 1
-
-
-def _philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> Sequence[np.ndarray]:
-    """Philox4x32-10: four words of 32 bits, in uint64 arrays, from four others and a key."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        x, y = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (y >> 32) ^ c1 ^ k0, y & _LOW, (x >> 32) ^ c3 ^ k1, x & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    return c0, c1, c2, c3
-
-
-def _entries(
-    q: np.ndarray, cu_seqlens_q: Any, k: np.ndarray, cu_seqlens_k: Any, options: _Options
-) -> Iterator[tuple[slice, slice, _Options]]:
-    """Yield the queries, the keys and the options of each entry of a packed batch."""
-    cu_q, cu_k = (_host(x).astype(np.int64) for x in (cu_seqlens_q, cu_seqlens_k))
-    for name, cu, total in (("q", cu_q, q.shape[2]), ("k", cu_k, k.shape[2])):
-        if cu.shape != (max(cu_q.size, 1),) or np.diff(cu, prepend=0, append=total).min() < 0:
-            raise ValueError(f"cu_seqlens_{name}: expected batch + 1 rising offsets up to {total}")
-    options.check_shapes(cu_q.size - 1, q.shape[1])
-    pairs, slopes = {"bias": options.bias, "mask": options.mask}, options.alibi_slopes
-    for b in range(cu_q.size - 1):
-        i, j = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        own = {name: _of_entry(x, b, i, j) for name, x in pairs.items() if x is not None}
-        if slopes is not None and slopes.ndim == 2:
-            own["alibi_slopes"] = slopes[b]
-        yield i, j, replace(options, first=b, **own)
-
-
-def _of_entry(x: np.ndarray, b: int, i: slice, j: slice) -> np.ndarray:
-    """View of the part of a bias or mask that belongs to an entry; axes of 1 stay."""
-    whole, rows, keys = slice(None), slice(i.stop - i.start), slice(j.stop - j.start)
-    parts = (slice(b, b + 1), whole, rows, keys)[-x.ndim :]
-    return x[tuple(whole if n == 1 else y for n, y in zip(x.shape, parts, strict=True))]
 
 
 def _sum_visible(weight: np.ndarray, x: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -560,43 +444,13 @@ def _per_key_head(x: np.ndarray, kv_heads: int) -> np.ndarray:
     return x.reshape(batch, kv_heads, heads // max(kv_heads, 1), *rest).sum(axis=2)
 
 
-def _host(x: Any) -> np.ndarray:
-    return np.asarray(x.get() if hasattr(x, "get") else x)
+def _sum_to(shape: tuple[int, ...], dx: np.ndarray) -> np.ndarray:
+    """Sum over the axes along which an array of a shape was broadcast."""
+    missing = dx.ndim - len(shape)
+    ones = tuple(n for n, size in enumerate(shape, missing) if size == 1)
+    return dx.sum(axis=(*range(missing), *ones), keepdims=True).reshape(shape)
 
 
-def _float64(x: Any) -> np.ndarray:
-    """Return a host array of float64; a longdouble stays one, and so does all that follows."""
-    x = _host(x)
-    return x if x.dtype == np.longdouble else x.astype(np.float64)
-
-
-def _heads_first(layout: str, *arrays: Any, packed: bool = False) -> list[np.ndarray]:
-    """q, k, v[, dout] as float64 (batch, heads, seq, dim), if their shapes fit together."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-    if {x.ndim for x in arrays} not in ({3}, {3 if packed else 4}):
-        axes = "3" if packed else "3 axes each or 4"
-        raise ValueError(f"expected {axes} axes each, got {[x.ndim for x in arrays]}")
-    xs = [_float64(x) if x.ndim == 4 else _float64(x)[None] for x in arrays]
-    xs = [x.swapaxes(1, 2) for x in xs] if layout == "bshd" else xs
-    (batch, hq, sq, d), (_, hkv, sk, _), (*_, dv) = (x.shape for x in xs[:3])
-    want = [(batch, hq, sq, d), (batch, hkv, sk, d), (batch, hkv, sk, dv), (batch, hq, sq, dv)]
-    if [x.shape for x in xs] != want[: len(xs)] or hq != hq // max(hkv, 1) * hkv:
-        raise ValueError(f"shapes do not fit together: {[x.shape for x in arrays]}")
-    return xs
-
-
-def _read_dlse(dlse: Any, batched: bool, q: np.ndarray) -> np.ndarray:
-    """Return the gradient of lse, with a batch axis; 0 by default."""
-    if dlse is None:
-        return np.zeros(q.shape[:-1], q.dtype)
-    dlse = _float64(dlse if batched else dlse[None])
-    if dlse.shape != q.shape[:-1]:
-        raise ValueError(f"dlse: expected shape {q.shape[not batched : -1]}, got another")
-    return dlse
-
-
-def _as_given(layout: str, batched: bool, x: np.ndarray) -> np.ndarray:
-    """Undo ``_heads_first`` for a result."""
-    x = x.swapaxes(1, 2) if layout == "bshd" else x
-    return x if batched else x[0]
+def _sink_terms(sinks: np.ndarray, lse: np.ndarray, dlse: np.ndarray) -> np.ndarray:
+    """Return what each row adds to the gradient of its sink, given ``dlse - delta``."""
+    return np.where(np.isneginf(lse), 0.0, np.exp(sinks[:, None] - lse) * dlse)

@@ -36,6 +36,14 @@ import numpy as np
 
 from cuflash import reference
 from cuflash.gradients import Gradients
+from cuflash.reference_arguments import (
+    Options,
+    as_given,
+    entries,
+    heads_first,
+    of_entry,
+    read_dlse,
+)
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 SUMS = ("dbias", "dsinks")
@@ -254,18 +262,18 @@ class _Dense:
     v: np.ndarray
     dout: np.ndarray | None
     dlse: np.ndarray
-    options: reference._Options
+    options: Options
 
 
-def _entries(inputs: Inputs) -> list[tuple[slice, slice, reference._Options]]:
+def _entries(inputs: Inputs) -> list[tuple[slice, slice, Options]]:
     """The queries, the keys and the options of each dense call that a call consists of."""
     i = inputs.moved(_exactly)
     given = {name: x for name, x in i.options.items() if name != "layout"}
-    options = reference._Options(**given)
+    options = Options(**given)
     if not i.cu_seqlens:
         return [(slice(None), slice(None), options)]
-    q, k, _ = reference._heads_first(i.layout, i.q, i.k, i.v)
-    return list(reference._entries(q, i.cu_seqlens_q, k, i.cu_seqlens_k, options))
+    q, k, _ = heads_first(i.layout, i.q, i.k, i.v)
+    return list(entries(q, i.cu_seqlens_q, k, i.cu_seqlens_k, options))
 
 
 def _copies(inputs: Inputs) -> int:
@@ -293,8 +301,8 @@ def _dense_calls(inputs: Inputs, copies: int) -> Iterator[_Dense]:
     rng = np.random.default_rng(0)
     i = inputs.moved(_exactly)
     arrays = [x for x in (i.q, i.k, i.v, i.dout) if x is not None]
-    arrays = reference._heads_first(i.layout, *arrays)
-    dlse = reference._read_dlse(i.dlse, i.q.ndim == 4, arrays[0])
+    arrays = heads_first(i.layout, *arrays)
+    dlse = read_dlse(i.dlse, i.q.ndim == 4, arrays[0])
 
     def nudged(x: np.ndarray) -> np.ndarray:
         parts = [x]
@@ -453,7 +461,7 @@ def _first(where: np.ndarray) -> tuple[int, ...]:
 
 def _assert_unseen_is_zero(inputs: Inputs, results: dict[str, np.ndarray]) -> None:
     """Rows without keys, keys without rows and hidden pairs are 0, and no bound applies to them."""
-    q, k, _ = reference._heads_first(inputs.layout, *map(host, (inputs.q, inputs.k, inputs.v)))
+    q, k, _ = heads_first(inputs.layout, *map(host, (inputs.q, inputs.k, inputs.v)))
     rows, keys = np.zeros(q.shape[:3], bool), np.zeros(k.shape[:3], bool)
     seen = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
     if "dbias" in results:
@@ -465,12 +473,12 @@ def _assert_unseen_is_zero(inputs: Inputs, results: dict[str, np.ndarray]) -> No
         keys[:, :, j] = reference._per_key_head(visible.any(axis=-2)[..., None], k.shape[1])[..., 0]
         if "dbias" in results:
             pairs = seen["dbias"]
-            pairs = reference._of_entry(pairs, options.first, i, j) if inputs.cu_seqlens else pairs
+            pairs = of_entry(pairs, options.first, i, j) if inputs.cu_seqlens else pairs
             pairs |= reference._sum_to(pairs.shape, visible) > 0
     for name in results.keys() & seen.keys():
         got, where = results[name], seen[name]
         if name != "dbias":
             where = where[..., None]
-            where = reference._as_given(inputs.layout, got.ndim == 4, where)
+            where = as_given(inputs.layout, got.ndim == 4, where)
         wrong = ~where & (got != 0)
         assert not wrong.any(), f"{name}: {wrong.sum()} elements of unseen rows are not 0"

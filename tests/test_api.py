@@ -26,7 +26,7 @@ from conftest import Backend
 from run import both, stepping
 
 import cuflash
-from cuflash import compile, launch, problem
+from cuflash import compile, launch
 from cuflash.plan import Delta
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -727,7 +727,7 @@ def test_offsets_that_nobody_checked(
 ) -> None:
     """As those on a GPU: an access outside of the arrays would be a KernelFault."""
     backend = Backend("cpu", np)
-    monkeypatch.setattr(problem, "_offsets", lambda *_: 1)
+    monkeypatch.setattr("cuflash.packed._offsets", lambda *_: 1)
     right, bad = np.array([3, 43, 43, 95]), np.array(GARBAGE[garbage])
     inputs = loaded_packed(
         backend,

@@ -237,9 +237,20 @@ FAMILIES = {
     ),
 }
 
-ALL = (
-    "memory convert math sync semaphore mbarrier cp_async ldmatrix mma reduce tma wgmma".split()
-)
+ALL = [
+    "memory",
+    "convert",
+    "math",
+    "sync",
+    "semaphore",
+    "mbarrier",
+    "cp_async",
+    "ldmatrix",
+    "mma",
+    "reduce",
+    "tma",
+    "wgmma",
+]
 
 
 def text_of(headers: list[str], body: str, more: str = "") -> str:

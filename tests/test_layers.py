@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash import arrays, dtypes, host, params, plan, problem, source
+from cuflash import arrays, dtypes, host, layout, params, plan, problem, source
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cuflash"
 
 #: Imports only point down this list. Leaves import each other where it is said.
-ORDER = ["__init__", "api", "launch", "params", "compile", "select", "arch", "plan", "merge"]
-ORDER += ["problem"]
-LEAVES = {"gradients", "reference", "arrays", "dtypes", "device", "source", "cache", "host"}
-LEAVES |= {"tensormap"}
-AMONG_LEAVES = {("reference", "gradients")}
+ORDER = ["__init__", "api", "calls", "launch", "params", "compile", "select", "arch", "plan"]
+ORDER += ["merge", "packed", "options", "problem", "destinations", "layout", "checks"]
+LEAVES = {"gradients", "reference", "dropout", "arrays", "dtypes", "device", "source", "cache"}
+LEAVES |= {"host", "reference_arguments", "tensormap"}
+AMONG_LEAVES = {("reference", leaf) for leaf in ("gradients", "dropout", "reference_arguments")}
 
 
 def imports(path: Path) -> set[str]:
@@ -171,7 +171,7 @@ def test_params_are_packed_where_kernels_read_them(tmp_path: Path) -> None:
     offsets, sizes = (table.in_dll(ctypes.CDLL(str(library)), n) for n in ("offset", "bytes"))
 
     packed = bytearray(plan.PARAMS_BYTES)
-    params.pack(packed, call, problem.Layout(0, 1, 2, 3), operands)
+    params.pack(packed, call, layout.Layout(0, 1, 2, 3), operands)
     for (path, number), offset, size in zip(want.items(), offsets, sizes, strict=True):
         kind = "f8" if path in _FLOATS else f"{'u' if path == 'dropped' else 'i'}{size}"
         assert np.frombuffer(packed, kind, 1, offset)[0] == number, path
@@ -182,7 +182,7 @@ def test_packed_calls_have_no_batch_stride() -> None:
     call, operands, _ = _example()
     call = call._replace(features=("packed",))
     packed = bytearray(plan.PARAMS_BYTES)
-    params.pack(packed, call, problem.Layout(None, 0, 1, 2), operands)
+    params.pack(packed, call, layout.Layout(None, 0, 1, 2), operands)
     delta = packed.index((4096).to_bytes(8, "little"))
     assert np.frombuffer(packed, "i8", 3, delta + 8).tolist() == [0, 5, 1]
 

@@ -20,6 +20,8 @@ from numpy.lib.stride_tricks import as_strided
 
 import cuflash
 from cuflash import arrays, dtypes, launch, problem
+from cuflash.options import read_options
+from cuflash.packed import read_packed
 
 
 class A(NamedTuple):
@@ -1076,18 +1078,18 @@ def test_hints_may_be_any_length(backend: Backend, launches: list[str]) -> None:
 
 def test_packed_problem(backend: Backend) -> None:
 
-    def read_packed(layout: str = "bshd", **changes: Any) -> Any:
+    def read(layout: str = "bshd", **changes: Any) -> Any:
         arguments = resolve(backend, {**PACKED, **changes}).values()
         none = (0.0, None, None, None, None, 0.0, None)
-        return problem.read_packed(*arguments, None, None, None, False, (-1, -1), layout, *none)
+        return read_packed(*arguments, None, None, None, False, (-1, -1), layout, *none)
 
-    got, inputs = read_packed()
+    got, inputs = read()
     assert got.is_packed and got.features == ("packed",)
     assert (got.batch, got.seqlen_q, got.seqlen_kv) == (2, TOTAL_Q, TOTAL_K)
     assert got.rows == HQ * TOTAL_Q
     assert inputs.cu_seqlens_q.shape == inputs.cu_seqlens_kv.shape == (3,)
     turned = dict(q=A((4, 10, 8)), k=A((2, 12, 8)), v=A((2, 12, 6)), layout="bhsd")
-    assert read_packed(**turned)[0] == got
+    assert read(**turned)[0] == got
 
 
 WANTED = [
@@ -1217,8 +1219,10 @@ def test_options_of_other_kinds(tmp_path: Any, launches: list[str]) -> None:
 
 
 def read(backend: Backend, **changes: Any) -> problem.Problem:
-    options = dict(scale=None, causal=False, window=(-1, -1), layout="bshd")
-    return problem.read(**resolve(backend, {**FORWARD, **options, **changes}))[0]
+    plain = dict(**FORWARD, scale=None, causal=False, window=(-1, -1), layout="bshd")
+    given = resolve(backend, {**plain, **changes})
+    call = problem.read(**{name: given.pop(name) for name in plain})
+    return read_options(*call, **given)[0]
 
 
 def test_sizes_are_those_of_the_arrays(backend: Backend) -> None:

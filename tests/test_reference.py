@@ -18,7 +18,7 @@ from check import GRADIENTS, Inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash import reference
+from cuflash import dropout
 from cuflash.reference import (
     attention,
     attention_backward,
@@ -789,7 +789,7 @@ def test_longdouble_stays_longdouble():
     ],
 )
 def test_philox_gives_the_published_values(counter, key, want):
-    words = reference._philox([np.array([x], np.uint64) for x in counter], tuple(key))
+    words = dropout.philox([np.array([x], np.uint64) for x in counter], tuple(key))
     assert [int(x[0]) for x in words] == want
 
 
@@ -797,11 +797,11 @@ def test_dropout_is_the_documented_function():
     """Once more in whole numbers, element by element, with large indices and seeds."""
     low = 2**32 - 1
     for seed, b in ((0, 0), (-1, 3), (2**64 + 5, 2**33 + 1), (123456789123456789, 2**32)):
-        keep = reference._kept(seed, 0.3, np.array([b]), 3, 4, 50)
+        keep = dropout.kept(seed, 0.3, np.array([b]), 3, 4, 50)
         for h, i in np.ndindex(3, 4):
             counter = [np.array([x], np.uint64) for x in (i, h, b & low, b >> 32)]
             key = (seed % 2**64 & low, seed % 2**64 >> 32)
-            first, second, *_ = (int(x[0]) for x in reference._philox(counter, key))
+            first, second, *_ = (int(x[0]) for x in dropout.philox(counter, key))
             for j in range(50):
                 x = (first + j * 0x9E3779B9) & low
                 x = ((x ^ x >> 16) * 0x85EBCA6B) & low
