@@ -43,7 +43,7 @@ void check_proxy(Worker& w, Block& block, int fiber, Access access, uintptr_t ad
         if (access == Access::kLoad && tag.fences == writer.proxy_fences) {
             char where[128];
             Text text(where, sizeof(where));
-            text.add("%s, ", tag.place.call);
+            if (tag.place.call) text.add("%s, ", tag.place.call);
             text.add_place(tag.place);
             note_misuse(w, place, fiber,
                         "reads shared+%u through the asynchronous proxy, which thread %u wrote (%s) "

@@ -12,12 +12,11 @@
 namespace host {
 namespace {
 
-const char* fetch_shared(Worker& w, Block& block, uint32_t offset, size_t bytes, Who who,
-                         Place place, int fiber) {
+const char* fetch_shared(Worker& w, Block& block, uint32_t offset, size_t bytes, Place place,
+                         int fiber) {
     static const char nothing[128] = {};
     const unsigned char* const pointer = block.shared + offset;
     if (!check_shared(w, block, Access::kLoad, pointer, bytes, bytes, place, fiber)) return nothing;
-    watch(w, who, Access::kLoad, reinterpret_cast<uintptr_t>(pointer), bytes, place, fiber);
     return reinterpret_cast<const char*>(pointer);
 }
 
@@ -37,7 +36,7 @@ void check_rows(Worker& w, const Fiber* fibers, const MatrixRows* const* lanes, 
                           kPieceBytes, place, fiber)) {
             return;
         }
-        watch(w, fiber, access, address, kPieceBytes, place, fiber);
+        watch_thread(w, static_cast<unsigned int>(fiber), access, address, kPieceBytes, place);
         if (access == Access::kStore) tag_written(w, fibers[lane], address, kPieceBytes, place);
     }
 }
@@ -110,7 +109,6 @@ struct Wgmma {
     Place place;
     unsigned int group;
     int fiber;  // of lane 0
-    Who actor;
     bool continues;  // adds to what an earlier product under way leaves in the accumulators
     bool computed;   // at its issue: `product` is there
     float* d[kWarpSize];
@@ -119,18 +117,9 @@ struct Wgmma {
     float product[kWarpSize * kMaxAccumulators];
 };
 
-template <class T>
-void compute_product(Worker& w, Wgmma& it) {
-    float a[kSlab * kDepth];
-    static __thread float b[kMaxColumns * kDepth];  // too much for the stack of a fiber
-    Block& block = *w.fibers[it.fiber].block;
-    const auto fetch = [&](uint32_t address) -> const void* {
-        const void* const piece =
-            fetch_shared(w, block, address, kPieceBytes, it.actor, it.place, it.fiber);
-        check_proxy(w, block, it.fiber, Access::kLoad,
-                    reinterpret_cast<uintptr_t>(block.shared + address), kPieceBytes, it.place);
-        return piece;
-    };
+// Gathers the operands of a product, from shared memory by fetch().
+template <class T, class Fetch>
+void gather_operands(Worker& w, const Wgmma& it, Fetch fetch, float* a, float* b) {
     const WgmmaCall& call = it.call;
     if (call.a) {
         gather_a<T>(it.a, a);
@@ -139,10 +128,43 @@ void compute_product(Worker& w, Wgmma& it) {
         gather_a<T>(decode_descriptor(call.a_descriptor), call.a_transposed ? Major::kMn : Major::kK,
                     static_cast<int>(warp) * kSlab, kSlab, fetch, a);
     }
-    gather_b<T>(decode_descriptor(call.b_descriptor), call.b_transposed ? Major::kMn : Major::kK, call.n, fetch,
-                b);
-    multiply(a, b, call.n, it.product);
+    gather_b<T>(decode_descriptor(call.b_descriptor), call.b_transposed ? Major::kMn : Major::kK,
+                call.n, fetch, b);
+}
+
+// Too much for the stack of a fiber.
+__thread float operand_b[kMaxColumns * kDepth];
+
+template <class T>
+void compute_product(Worker& w, Wgmma& it) {
+    float a[kSlab * kDepth];
+    Block& block = *w.fibers[it.fiber].block;
+    const auto fetch = [&](uint32_t address) -> const void* {
+        const void* const piece =
+            fetch_shared(w, block, address, kPieceBytes, it.place, it.fiber);
+        check_proxy(w, block, it.fiber, Access::kLoad,
+                    reinterpret_cast<uintptr_t>(block.shared + address), kPieceBytes, it.place);
+        return piece;
+    };
+    gather_operands<T>(w, it, fetch, a, operand_b);
+    multiply(a, operand_b, it.call.n, it.product);
     it.computed = true;
+}
+
+// What the product will read, as races see it.
+void watch_product(Worker& w, const Wgmma& it) {
+    float a[kSlab * kDepth];
+    const Block& block = *w.fibers[it.fiber].block;
+    const Actor actor = w.races.product(static_cast<unsigned int>(it.fiber), time_of_group(it.group));
+    const auto fetch = [&](uint32_t address) -> const void* {
+        static const char nothing[kPieceBytes] = {};
+        const uintptr_t piece = reinterpret_cast<uintptr_t>(block.shared + address);
+        if (is_shared(w, block, piece, kPieceBytes)) {
+            watch(w, actor, Access::kLoad, piece, kPieceBytes, it.place);
+        }
+        return nothing;
+    };
+    gather_operands<Float16>(w, it, fetch, a, operand_b);
 }
 
 void compute_product_of(Worker& w, Wgmma& it) {
@@ -215,12 +237,10 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         it->place = place;
         it->group = warp.product_groups;
         it->fiber = static_cast<int>(&fibers[0] - w.fibers);
-        it->actor = w.races.begin(static_cast<unsigned int>(it->fiber));
         it->continues = it->computed = false;
         for (int i = 0; i < kWarpSize; ++i) {
             it->d[i] = lanes[i]->d;
             it->a[i] = lanes[i]->a;
-            if (i) w.races.join(it->actor, static_cast<unsigned int>(it->fiber + i));
         }
         for (const Wgmma* other = warp.first_product; other; other = other->next) {
             it->continues |= other->d[0] == it->d[0];
@@ -233,6 +253,7 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         (warp.first_product ? warp.last_product->next : warp.first_product) = it;
         warp.last_product = it;
         ++warp.products;
+        if (w.races.on()) watch_product(w, *it);
         if (w.schedule.choose(2)) compute_product_of(w, *it);
     });
 }
@@ -255,10 +276,13 @@ void finish_product(Worker& w, Warp& warp) {
         }
     }
     accumulate(it.product, it.call.n, it.call.accumulate ? before : nullptr, it.d);
-    Clock done = {};
-    w.races.end(it.actor, done);
-    for (int i = 0; i < kWarpSize; ++i) w.races.acquire(it.fiber + i, done);
-    w.races.clear(done);
+    if (w.races.on()) {
+        const unsigned int first = static_cast<unsigned int>(it.fiber);
+        const unsigned int number = thread_of(w.fibers[first]) / kWarpSize;
+        for (unsigned int lane = first; lane < first + kWarpSize; ++lane) {
+            w.races.finished(lane, Engine::kProduct, number, time_of_group(it.group));
+        }
+    }
     warp.first_product = it.next;
     it.next = w.spare_products;
     w.spare_products = &it;
