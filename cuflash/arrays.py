@@ -220,7 +220,7 @@ def empty(like: View, shape: tuple[int, ...], dtype: np.dtype) -> View:
 def scratch(like: View, size: int) -> tuple[int, Any]:
     """Return the address of so many uninitialised bytes where `like` lies, and what owns them."""
     if like.device is None:
-        owner = np.empty(size, np.uint8)
+        owner = np.full(size, 255, np.uint8)  # NaN: what a kernel reads before it writes shows
         return owner.ctypes.data, owner
     owner = sys.modules["cupy"].cuda.alloc(size)
     return owner.ptr, owner
