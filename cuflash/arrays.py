@@ -195,11 +195,10 @@ def on(device: int | None) -> contextlib.AbstractContextManager[Any]:
     """Make a GPU the current one, if it is not; its current stream and pool are then in use."""
     if device is None:
         return _NO_CHANGE
-    import cupy
-
-    runtime = cupy.cuda.runtime
+    cuda = sys.modules["cupy"].cuda
+    runtime = cuda.runtime
     if runtime.getDevice() != device:
-        return cupy.cuda.Device(device)  # makes a context, too
+        return cuda.Device(device)  # makes a context, too
     if device not in _ready.devices:
         runtime.memGetInfo()  # as any call of the runtime that needs a context
         _ready.devices |= {device}
