@@ -209,9 +209,11 @@ def empty(like: View, shape: tuple[int, ...], dtype: np.dtype) -> View:
     """Return an uninitialised array of the library of `like`, on the current GPU."""
     if like.device is None:
         return view(np.empty(shape, dtype))
-    x = sys.modules["cupy"].ndarray(shape, dtype)  # as cupy.empty() does, after a detour
-    size, address = dtype.itemsize, x.data.ptr
-    strides = _contiguous(shape, size)
+    cupy, size = sys.modules["cupy"], dtype.itemsize
+    strides, nbytes = _contiguous(shape, size)
+    memory = cupy.cuda.alloc(nbytes)
+    x = cupy.ndarray(shape, dtype, memory)  # half of the time of cupy.empty()
+    address = memory.ptr
     form = shape, strides, size, address & 15
     return _new(View, (x, dtype, shape, strides, address, like.device, size, form))
 
@@ -244,12 +246,12 @@ def upload(x: View) -> tuple[View, Any]:
 
 
 @functools.lru_cache(maxsize=1024)  # calls come with the same shapes over and over
-def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return the strides of a C-contiguous array, in bytes."""
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int]:
+    """Return the strides of a C-contiguous array, and its size, in bytes."""
     strides = [itemsize]
-    for length in shape[:0:-1]:
+    for length in shape[::-1]:
         strides.append(strides[-1] * length)
-    return tuple(reversed(strides)) if shape else ()
+    return tuple(strides[-2::-1]), strides[-1]
 
 
 @functools.lru_cache(maxsize=1024)
