@@ -169,7 +169,7 @@ void start_block(Worker& w, Block& block, unsigned int index) {
         w.races.clear(block.mbarriers[i].completed);
     }
     block.mbarrier_count = 0;
-    block.free_registers = kRegisterFile - registers * w.warps * kWarpSize;
+    block.free_registers = 0;  // a block has those that its warps start with, and no more
     memset(block.marks, 0, sizeof(block.marks));
     fill_shared_memory(block);
     w.races.start_block(block.first_fiber, threads, block.shared, launch.shared_bytes);
