@@ -102,6 +102,8 @@ void mma_sync(
 
 constexpr unsigned int kWarpsInGroup = 4;
 constexpr int kMaxAccumulators = kMaxColumns / 2;
+// A signalling NaN: arithmetic makes it a quiet one, so that accumulators which were touched differ.
+constexpr uint32_t kAccumulatorPoison = 0xffbfffff;
 
 // A product of one warp under way.
 struct Wgmma {
@@ -168,6 +170,18 @@ uint64_t mark_of(const WgmmaCall& call) {
     return mark;
 }
 
+// Leaves poison where a product will bring its results.
+void take_accumulators(Wgmma& it) {
+    const int count = it.call.n / 2;
+    for (int i = 0; i < kWarpSize; ++i) {
+        memcpy(it.before[i], it.d[i], static_cast<size_t>(count) * sizeof(float));
+        for (int j = 0; j < count; ++j) {
+            memcpy(&it.d[i][j], &kAccumulatorPoison, sizeof(kAccumulatorPoison));
+        }
+    }
+    it.continues = false;
+}
+
 // Notes what is wrong with a call that a warp makes.
 void check_wgmma(Worker& w, Place place, const Fiber* fibers, const WgmmaCall* const* lanes) {
     const WgmmaCall& call = *lanes[0];
@@ -225,11 +239,7 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         for (const Wgmma* other = warp.first_product; other; other = other->next) {
             it->continues |= other->d[0] == it->d[0];
         }
-        const size_t bytes = static_cast<size_t>(it->call.n) / 2 * sizeof(float);
-        for (int i = 0; i < kWarpSize && !it->continues; ++i) {
-            memcpy(it->before[i], it->d[i], bytes);
-            memset(it->d[i], kPoison, bytes);
-        }
+        if (!it->continues) take_accumulators(*it);
         (warp.first_product ? warp.last_product->next : warp.first_product) = it;
         warp.last_product = it;
         ++warp.products;
@@ -248,7 +258,7 @@ void finish_product(Worker& w, Warp& warp) {
         for (int j = 0; j < count && !it.continues; ++j) {
             uint32_t bits;
             memcpy(&bits, &it.d[i][j], sizeof(bits));
-            if (bits != 0xffffffff) {
+            if (bits != kAccumulatorPoison) {
                 note_misuse(w, it.place, it.fiber + i,
                             "accumulator %d was written while the product was under way", j);
             }
@@ -286,6 +296,14 @@ void wgmma_wait(Place place, int pending) {
         const unsigned int group = warp.product_groups - static_cast<unsigned int>(pending);
         while (warp.first_product && static_cast<int>(group - warp.first_product->group) > 0) {
             finish_product(w, warp);
+        }
+        // Sums that a product still under way goes on with are nobody's to read.
+        for (Wgmma* it = warp.first_product; it; it = it->next) {
+            bool first = it->continues;
+            for (const Wgmma* other = warp.first_product; other != it; other = other->next) {
+                first = first && other->d[0] != it->d[0];
+            }
+            if (first) take_accumulators(*it);
         }
         warp.fenced = false;
     });
