@@ -137,6 +137,7 @@ void run_thread() {
 void fill_shared_memory(Block& block) {
     memset(block.accessible, kPoison, static_cast<size_t>(block.accessible_end - block.accessible));
     memset(block.tags, 0, block.tag_count * sizeof(Tag));
+    block.tagged = false;
 }
 
 // Are the accessible bytes around shared memory as fill_shared_memory left them?

@@ -121,15 +121,14 @@ struct Wgmma {
     float product[kWarpSize * kMaxAccumulators];
 };
 
+// With Proxy::kRead, as the product is issued; with kReadLate, later.
 template <class T>
-void compute_product(Worker& w, Wgmma& it) {
-    float a[kSlab * kDepth];
-    static __thread float b[kMaxColumns * kDepth];  // too much for the stack of a fiber
+void gather_operands(Worker& w, const Wgmma& it, Proxy proxy, float* a, float* b) {
     Block& block = *w.fibers[it.fiber].block;
     const auto fetch = [&](uint32_t address) -> const void* {
         const void* const piece =
             fetch_shared(w, block, address, kPieceBytes, it.actor, it.place, it.fiber);
-        check_proxy(w, block, it.fiber, Access::kLoad,
+        check_proxy(w, block, it.fiber, proxy,
                     reinterpret_cast<uintptr_t>(block.shared + address), kPieceBytes, it.place);
         return piece;
     };
@@ -141,18 +140,27 @@ void compute_product(Worker& w, Wgmma& it) {
         gather_a<T>(decode_descriptor(call.a_descriptor), call.a_transposed ? Major::kMn : Major::kK,
                     static_cast<int>(warp) * kSlab, kSlab, fetch, a);
     }
-    gather_b<T>(decode_descriptor(call.b_descriptor), call.b_transposed ? Major::kMn : Major::kK, call.n, fetch,
-                b);
-    multiply(a, b, call.n, it.product);
+    gather_b<T>(decode_descriptor(call.b_descriptor), call.b_transposed ? Major::kMn : Major::kK,
+                call.n, fetch, b);
+}
+
+__thread float columns_of_b[kMaxColumns * kDepth];  // too much for the stack of a fiber
+
+void compute_product(Worker& w, Wgmma& it, Proxy proxy) {
+    float a[kSlab * kDepth];
+    if (it.call.element == Element::kFloat16) {
+        gather_operands<Float16>(w, it, proxy, a, columns_of_b);
+    } else {
+        gather_operands<Bfloat16>(w, it, proxy, a, columns_of_b);
+    }
+    multiply(a, columns_of_b, it.call.n, it.product);
     it.computed = true;
 }
 
-void compute_product_of(Worker& w, Wgmma& it) {
-    if (it.call.element == Element::kFloat16) {
-        compute_product<Float16>(w, it);
-    } else {
-        compute_product<Bfloat16>(w, it);
-    }
+// For a product that will be computed later: what is fenced by then may not be fenced now.
+void check_operands(Worker& w, const Wgmma& it) {
+    float a[kSlab * kDepth];
+    gather_operands<Bfloat16>(w, it, Proxy::kRead, a, columns_of_b);
 }
 
 // What all lanes of a warp, and all warps of a warpgroup, must issue alike.
@@ -243,14 +251,18 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         (warp.first_product ? warp.last_product->next : warp.first_product) = it;
         warp.last_product = it;
         ++warp.products;
-        if (w.schedule.choose(2)) compute_product_of(w, *it);
+        if (w.schedule.choose(2)) {
+            compute_product(w, *it, Proxy::kRead);
+        } else if (fibers[0].block->tagged) {
+            check_operands(w, *it);
+        }
     });
 }
 
 // The first product under way of a warp is done.
 void finish_product(Worker& w, Warp& warp) {
     Wgmma& it = *warp.first_product;
-    if (!it.computed) compute_product_of(w, it);
+    if (!it.computed) compute_product(w, it, Proxy::kReadLate);
     const int count = it.call.n / 2;
     const float* before[kWarpSize];
     for (int i = 0; i < kWarpSize; ++i) {
