@@ -380,19 +380,18 @@ void finish_copies(Worker& w, Fiber& fiber) {
     }
 }
 
-// All threads of a block have returned.
-void finish_copies_of(Worker& w, Block& block) {
-    for (unsigned int i = 0; i < w.copies->count && w.failure.fault == Fault::kNone;) {
+// All threads of a block have returned. Whether something is still on its way to global memory.
+bool has_copies(Worker& w, const Block& block) {
+    bool some = false;
+    for (unsigned int i = 0; i < w.copies->count; ++i) {
         const Copy& copy = w.copies->list[i];
-        if (copy.block != &block) {
-            ++i;
-        } else if (copy.call.kind == BulkCopy::kLoad) {
-            note_misuse(w, copy.place, copy.fiber,
-                        "the block ended before this copy had landed in its shared memory");
-        } else {
-            advance(w, i);
-        }
+        if (copy.block != &block) continue;
+        some = true;
+        if (copy.call.kind != BulkCopy::kLoad) continue;
+        note_misuse(w, copy.place, copy.fiber,
+                    "the block ended before this copy had landed in its shared memory");
     }
+    return some;
 }
 
 }  // namespace
