@@ -102,6 +102,8 @@ void mma_sync(
 
 constexpr unsigned int kWarpsInGroup = 4;
 constexpr int kMaxAccumulators = kMaxColumns / 2;
+// A signalling NaN: arithmetic makes it a quiet one, so that accumulators which were touched differ.
+constexpr uint32_t kAccumulatorPoison = 0xffbfffff;
 
 // A product of one warp under way.
 struct Wgmma {
@@ -119,15 +121,14 @@ struct Wgmma {
     float product[kWarpSize * kMaxAccumulators];
 };
 
+// With Proxy::kRead, as the product is issued; with kReadLate, later.
 template <class T>
-void compute_product(Worker& w, Wgmma& it) {
-    float a[kSlab * kDepth];
-    static __thread float b[kMaxColumns * kDepth];  // too much for the stack of a fiber
+void gather_operands(Worker& w, const Wgmma& it, Proxy proxy, float* a, float* b) {
     Block& block = *w.fibers[it.fiber].block;
     const auto fetch = [&](uint32_t address) -> const void* {
         const void* const piece =
             fetch_shared(w, block, address, kPieceBytes, it.actor, it.place, it.fiber);
-        check_proxy(w, block, it.fiber, Access::kLoad,
+        check_proxy(w, block, it.fiber, proxy,
                     reinterpret_cast<uintptr_t>(block.shared + address), kPieceBytes, it.place);
         return piece;
     };
@@ -139,18 +140,27 @@ void compute_product(Worker& w, Wgmma& it) {
         gather_a<T>(decode_descriptor(call.a_descriptor), call.a_transposed ? Major::kMn : Major::kK,
                     static_cast<int>(warp) * kSlab, kSlab, fetch, a);
     }
-    gather_b<T>(decode_descriptor(call.b_descriptor), call.b_transposed ? Major::kMn : Major::kK, call.n, fetch,
-                b);
-    multiply(a, b, call.n, it.product);
+    gather_b<T>(decode_descriptor(call.b_descriptor), call.b_transposed ? Major::kMn : Major::kK,
+                call.n, fetch, b);
+}
+
+__thread float columns_of_b[kMaxColumns * kDepth];  // too much for the stack of a fiber
+
+void compute_product(Worker& w, Wgmma& it, Proxy proxy) {
+    float a[kSlab * kDepth];
+    if (it.call.element == Element::kFloat16) {
+        gather_operands<Float16>(w, it, proxy, a, columns_of_b);
+    } else {
+        gather_operands<Bfloat16>(w, it, proxy, a, columns_of_b);
+    }
+    multiply(a, columns_of_b, it.call.n, it.product);
     it.computed = true;
 }
 
-void compute_product_of(Worker& w, Wgmma& it) {
-    if (it.call.element == Element::kFloat16) {
-        compute_product<Float16>(w, it);
-    } else {
-        compute_product<Bfloat16>(w, it);
-    }
+// For a product that will be computed later: what is fenced by then may not be fenced now.
+void check_operands(Worker& w, const Wgmma& it) {
+    float a[kSlab * kDepth];
+    gather_operands<Bfloat16>(w, it, Proxy::kRead, a, columns_of_b);
 }
 
 // What all lanes of a warp, and all warps of a warpgroup, must issue alike.
@@ -166,6 +176,18 @@ uint64_t mark_of(const WgmmaCall& call) {
         mark ^= mark >> 29;
     }
     return mark;
+}
+
+// Leaves poison where a product will bring its results.
+void take_accumulators(Wgmma& it) {
+    const int count = it.call.n / 2;
+    for (int i = 0; i < kWarpSize; ++i) {
+        memcpy(it.before[i], it.d[i], static_cast<size_t>(count) * sizeof(float));
+        for (int j = 0; j < count; ++j) {
+            memcpy(&it.d[i][j], &kAccumulatorPoison, sizeof(kAccumulatorPoison));
+        }
+    }
+    it.continues = false;
 }
 
 // Notes what is wrong with a call that a warp makes.
@@ -225,22 +247,22 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         for (const Wgmma* other = warp.first_product; other; other = other->next) {
             it->continues |= other->d[0] == it->d[0];
         }
-        const size_t bytes = static_cast<size_t>(it->call.n) / 2 * sizeof(float);
-        for (int i = 0; i < kWarpSize && !it->continues; ++i) {
-            memcpy(it->before[i], it->d[i], bytes);
-            memset(it->d[i], kPoison, bytes);
-        }
+        if (!it->continues) take_accumulators(*it);
         (warp.first_product ? warp.last_product->next : warp.first_product) = it;
         warp.last_product = it;
         ++warp.products;
-        if (w.schedule.choose(2)) compute_product_of(w, *it);
+        if (w.schedule.choose(2)) {
+            compute_product(w, *it, Proxy::kRead);
+        } else if (fibers[0].block->tagged) {
+            check_operands(w, *it);
+        }
     });
 }
 
 // The first product under way of a warp is done.
 void finish_product(Worker& w, Warp& warp) {
     Wgmma& it = *warp.first_product;
-    if (!it.computed) compute_product_of(w, it);
+    if (!it.computed) compute_product(w, it, Proxy::kReadLate);
     const int count = it.call.n / 2;
     const float* before[kWarpSize];
     for (int i = 0; i < kWarpSize; ++i) {
@@ -248,7 +270,7 @@ void finish_product(Worker& w, Warp& warp) {
         for (int j = 0; j < count && !it.continues; ++j) {
             uint32_t bits;
             memcpy(&bits, &it.d[i][j], sizeof(bits));
-            if (bits != 0xffffffff) {
+            if (bits != kAccumulatorPoison) {
                 note_misuse(w, it.place, it.fiber + i,
                             "accumulator %d was written while the product was under way", j);
             }
@@ -286,6 +308,14 @@ void wgmma_wait(Place place, int pending) {
         const unsigned int group = warp.product_groups - static_cast<unsigned int>(pending);
         while (warp.first_product && static_cast<int>(group - warp.first_product->group) > 0) {
             finish_product(w, warp);
+        }
+        // Sums that a product still under way goes on with are nobody's to read.
+        for (Wgmma* it = warp.first_product; it; it = it->next) {
+            bool first = it->continues;
+            for (const Wgmma* other = warp.first_product; other != it; other = other->next) {
+                first = first && other->d[0] != it->d[0];
+            }
+            if (first) take_accumulators(*it);
         }
         warp.fenced = false;
     });
