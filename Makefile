@@ -17,8 +17,8 @@ gpu-check:  # all of it in one run, recorded in bench/results/gpu-check.json
 	$(PYTHON) -m bench.gpu_check $(ARGS)
 sanitize:
 	$(PYTHON) -m bench.gpu_check --only sanitize $(ARGS)
-bench:
-	$(PYTHON) -m bench.speed && $(PYTHON) -m bench.options && $(PYTHON) -m bench.memory && $(PYTHON) -m bench.host_time
+bench:  # ARGS="d128 --dtype float16"; see docs/benchmarks.md
+	$(PYTHON) -m bench $(ARGS)
 clean-cache:
 	$(PYTHON) -c "from cuflash.cache import folder; \
 	[p.unlink() for s in ('*.cubin', '*.so') for p in folder().glob(s)]"

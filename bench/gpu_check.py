@@ -6,7 +6,8 @@
 - ``tests``: pytest --backend gpu, the tests that touch a GPU,
 - ``sanitize``: bench.sanitize under the four tools of compute-sanitizer, and a planted fault for
   each tool, which it must report,
-- ``speed``, ``memory`` and ``host``: the modules of those names,
+- ``speed`` and ``options``: two groups of cases of ``python -m bench``,
+- ``memory`` and ``host``: bench.memory and bench.host_time,
 
 each in a process of its own with a time limit, and writes ``bench/results/gpu-check.json`` anew
 whenever one has ended. The first two run side by side; measurements have the GPU to themselves.
@@ -31,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import jobs, machine
+from bench import jobs, machine, report
 from bench.jobs import Job, Outcome
 from bench.machine import ROOT
 
@@ -47,6 +48,19 @@ TIMEOUTS = {  # seconds
     "options": 60,
     "memory": 110,
     "host": 40,
+}
+
+_ALL = "--dtype=float32,float64,float16,bfloat16"
+
+#: What measures each part, and the kind of its rows of JSON.
+MEASURES = {
+    "speed": (f"bench record {_ALL} --peers=naive --rounds=7 --seconds=90 --output=-", "speed"),
+    "options": (
+        "bench options --dtype=float32 --peers=none --rounds=5 --seconds=45 --output=-",
+        "speed",
+    ),
+    "memory": ("bench.memory", "memory"),
+    "host": ("bench.host_time", "host"),
 }
 
 #: The tools with their own options, and the kernel of planted.cu that each must report. Errors of
@@ -122,10 +136,10 @@ def problems(record: dict[str, Any]) -> list[str]:
         found += _problems_of_tests(parts["tests"])
     if "sanitize" in parts:
         found += _problems_of_sanitize(parts["sanitize"])
-    for name in ("speed", "options", "memory", "host"):
+    for name, (_, kind) in MEASURES.items():
         if name in parts:
             part = parts[name]
-            rows = [row for row in part.get("rows", []) if row["kind"] == name]
+            rows = [row for row in part.get("rows", []) if row["kind"] == kind]
             if part.get("verdict") != "finished, exit 0":
                 found.append(f"{name}: {part.get('verdict')}")
             if not rows:
@@ -395,14 +409,16 @@ class Check:
 
     def measure(self, name: str, deadline: float) -> None:
         """Run a benchmark alone."""
-        module = {"host": "bench.host_time"}.get(name, f"bench.{name}")
-        for outcome in jobs.run([Job(name, python(module), TIMEOUTS[name])], deadline):
+        command = python(*MEASURES[name][0].split())
+        for outcome in jobs.run([Job(name, command, TIMEOUTS[name])], deadline):
             result: dict[str, Any] = {
                 "command": command_text(outcome.job),
                 "verdict": outcome.verdict,
                 "seconds": round(outcome.seconds, 1),
                 "rows": [row for row in rows_of(outcome.output) if row["kind"] != "machine"],
             }
+            for row in result["rows"]:
+                row.pop("machine", None)  # the record says it once
             if not outcome.good:
                 result["output"] = outcome.output[-3000:]
             self.put(name, **result)
@@ -412,7 +428,7 @@ class Check:
         self.write()
         self.prepare(deadline)
         self.run_checks(deadline, workers, everything)
-        for name in ("speed", "options", "memory", "host"):
+        for name in MEASURES:
             if name in self.wanted:
                 self.measure(name, deadline)
 
@@ -434,15 +450,8 @@ def summarise(record: dict[str, Any]) -> list[str]:
                 f"{tool}: {row['reports']} reports in {row['cases']} cases, {row['seconds']} s; "
                 f"planted fault reported: {silent}"
             )
-    for row in parts.get("speed", {}).get("rows", []):
-        if row["kind"] == "speed" and "ours" in row:
-            naive = row["naive"] or {"tflops": None, "sm_mhz": None}
-            mask = "causal" if row["causal"] else "full"
-            lines.append(
-                f"{row['direction']:9}{row['dtype']:9} D {row['head_dim']:<4}{mask:7}"
-                f"{row['ours']['tflops']:>8} TFLOP/s at {row['ours']['sm_mhz']} MHz, naive "
-                f"{naive['tflops']} at {naive['sm_mhz']}, ratio {row['ratio']}"
-            )
+    for name in ("speed", "options"):
+        lines += [report.line(row) for row in parts.get(name, {}).get("rows", [])]
     lines += [
         str(row) for name in ("memory", "host") for row in parts.get(name, {}).get("rows", [])
     ]

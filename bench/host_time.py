@@ -71,16 +71,21 @@ def rows(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     return found
 
 
+def measured(repetitions: int) -> list[dict[str, Any]]:
+    """Measure all calls."""
+    import cupy
+
+    times = measure(calls(), repetitions, cupy.cuda.Device().synchronize)
+    return [{"kind": "host", "repetitions": repetitions, **row} for row in rows(times)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.host_time", description=__doc__)
     parser.add_argument("--repetitions", type=int, default=1000)
     arguments = parser.parse_args()
-    import cupy
-
     emit("machine", **facts())
-    times = measure(calls(), arguments.repetitions, cupy.cuda.Device().synchronize)
-    for row in rows(times):
-        emit("host", repetitions=arguments.repetitions, **row)
+    for row in measured(arguments.repetitions):
+        emit(**row)
     return 0
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -75,6 +76,34 @@ def _nvidia_smi(query: str, *more: str) -> str | None:
     return lines[0].strip() if done.returncode == 0 and lines else None
 
 
+def _nvml(bus: str) -> Callable[[], int]:
+    """Return a function that asks the driver's library for the SM clock.
+
+    Through ctypes: four functions whose signatures have not changed in ten years need no package.
+
+    Raises
+    ------
+    OSError
+        There is no such library, or it knows no such GPU.
+    """
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    handle, mhz = ctypes.c_void_p(), ctypes.c_uint()
+    sm = ctypes.c_int(1)  # NVML_CLOCK_SM
+
+    def read() -> int:
+        if library.nvmlDeviceGetClockInfo(handle, sm, ctypes.byref(mhz)):
+            raise OSError("NVML does not say the SM clock")
+        return mhz.value
+
+    name = ctypes.c_char_p(bus.encode())
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByPciBusId_v2(
+        name, ctypes.byref(handle)
+    ):
+        raise OSError(f"NVML does not know the GPU {bus}")
+    read()
+    return read
+
+
 def sm_clock() -> tuple[str, Callable[[], int | None]]:
     """Return how the SM clock of the current GPU is read, and a function that reads it, in MHz.
 
@@ -85,17 +114,8 @@ def sm_clock() -> tuple[str, Callable[[], int | None]]:
 
     bus = cupy.cuda.Device().pci_bus_id
     try:
-        import pynvml  # of nvidia-ml-py
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
-
-        def quickly() -> int:
-            return int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
-
-        quickly()
-        return "nvml", quickly
-    except Exception:
+        return "nvml", _nvml(bus)
+    except (OSError, AttributeError):
         pass
 
     def slowly() -> int | None:
@@ -113,11 +133,14 @@ def facts() -> dict[str, Any]:
     from cuflash import compile, device
 
     gpu = device.gpu(cupy.cuda.Device().id)
+    bus = cupy.cuda.Device().pci_bus_id
     return {
         "gpu": gpu.name,
         "capability": ".".join(map(str, gpu.capability)),
         "sms": gpu.sms,
-        "driver": _nvidia_smi("driver_version", "-i", cupy.cuda.Device().pci_bus_id),
+        "driver": _nvidia_smi("driver_version", "-i", bus),
+        "power_limit_w": _nvidia_smi("power.limit", "-i", bus),
+        "max_sm_mhz": _nvidia_smi("clocks.max.sm", "-i", bus),
         "cupy": cupy.__version__,
         "nvrtc": ".".join(map(str, compile.nvrtc_version())),
         "numpy": numpy.__version__,

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import baselines
+from bench.data import normal
 from bench.machine import ROOT, emit, facts, find_tool
-from bench.speed import array
 
 BATCH, HEADS, HEAD_DIM, DTYPE = 1, 8, 64, "float16"
 LENGTHS = (16384, 65536)
@@ -35,7 +35,7 @@ _UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 
 def inputs_of(seqlen: int) -> list[Any]:
-    return [array((BATCH, seqlen, HEADS, HEAD_DIM), DTYPE) for _ in range(4)]
+    return [normal((BATCH, seqlen, HEADS, HEAD_DIM), DTYPE) for _ in range(4)]
 
 
 def both_passes(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
@@ -82,7 +82,7 @@ def ncu_target(which: str) -> None:
     import cuflash
 
     shape = (BATCH, HEADS, NCU_LENGTH, HEAD_DIM)
-    q, k, v = (array(shape, DTYPE) for _ in range(3))
+    q, k, v = (normal(shape, DTYPE) for _ in range(3))
     call = {
         "ours": lambda: cuflash.attention(q, k, v, layout="bhsd"),
         "naive": lambda: baselines.forward(q, k, v)[0],
@@ -167,6 +167,19 @@ def dram_rows() -> None:
         emit("dram ratio", naive_over_ours=round(ratio, 1))
 
 
+def rows() -> list[dict[str, Any]]:
+    """Measure all lengths; the last row says whether memory grows as it should."""
+    both_passes(*inputs_of(256))  # compiles
+    about = {"batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE}
+    measured = [pool_row(seqlen) for seqlen in LENGTHS]
+    short, long = (row["beyond_bytes"] for row in measured)
+    ratio = long / short if short else (1.0 if not long else float("inf"))
+    right = ratio <= GROWTH_LIMIT and all(row["finite"] for row in measured)
+    last = {"lengths": LENGTHS, "ratio": round(ratio, 3), "limit": GROWTH_LIMIT, "right": right}
+    found: list[dict[str, Any]] = [{"kind": "memory", **about, **row} for row in measured]
+    return [*found, {"kind": "memory ratio", **last}]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.memory", description=__doc__)
     parser.add_argument("--no-ncu", action="store_true", help="leave the DRAM traffic out")
@@ -176,17 +189,12 @@ def main() -> int:
         ncu_target(arguments.ncu_target)
         return 0
     emit("machine", **facts())
-    both_passes(*inputs_of(256))  # compiles
-    rows = [pool_row(seqlen) for seqlen in LENGTHS]
-    for row in rows:
-        emit("memory", batch=BATCH, heads=HEADS, head_dim=HEAD_DIM, dtype=DTYPE, **row)
-    short, long = (row["beyond_bytes"] for row in rows)
-    ratio = long / short if short else (1.0 if not long else float("inf"))
-    right = ratio <= GROWTH_LIMIT and all(row["finite"] for row in rows)
-    emit("memory ratio", lengths=LENGTHS, ratio=round(ratio, 3), limit=GROWTH_LIMIT, right=right)
+    found = rows()
+    for row in found:
+        emit(**row)
     if not arguments.no_ncu:
         dram_rows()
-    return 0 if right else 1
+    return 0 if found[-1]["right"] else 1
 
 
 if __name__ == "__main__":

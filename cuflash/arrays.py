@@ -195,11 +195,10 @@ def on(device: int | None) -> contextlib.AbstractContextManager[Any]:
     """Make a GPU the current one, if it is not; its current stream and pool are then in use."""
     if device is None:
         return _NO_CHANGE
-    import cupy
-
-    runtime = cupy.cuda.runtime
+    cuda = sys.modules["cupy"].cuda
+    runtime = cuda.runtime
     if runtime.getDevice() != device:
-        return cupy.cuda.Device(device)  # makes a context, too
+        return cuda.Device(device)  # makes a context, too
     if device not in _ready.devices:
         runtime.memGetInfo()  # as any call of the runtime that needs a context
         _ready.devices |= {device}
@@ -210,9 +209,11 @@ def empty(like: View, shape: tuple[int, ...], dtype: np.dtype) -> View:
     """Return an uninitialised array of the library of `like`, on the current GPU."""
     if like.device is None:
         return view(np.empty(shape, dtype))
-    x = sys.modules["cupy"].ndarray(shape, dtype)  # as cupy.empty() does, after a detour
-    size, address = dtype.itemsize, x.data.ptr
-    strides = _contiguous(shape, size)
+    cupy, size = sys.modules["cupy"], dtype.itemsize
+    strides, nbytes = _contiguous(shape, size)
+    memory = cupy.cuda.alloc(nbytes)
+    x = cupy.ndarray(shape, dtype, memory)  # half of the time of cupy.empty()
+    address = memory.ptr
     form = shape, strides, size, address & 15
     return _new(View, (x, dtype, shape, strides, address, like.device, size, form))
 
@@ -220,7 +221,7 @@ def empty(like: View, shape: tuple[int, ...], dtype: np.dtype) -> View:
 def scratch(like: View, size: int) -> tuple[int, Any]:
     """Return the address of so many uninitialised bytes where `like` lies, and what owns them."""
     if like.device is None:
-        owner = np.empty(size, np.uint8)
+        owner = np.full(size, 255, np.uint8)  # NaN: what a kernel reads before it writes shows
         return owner.ctypes.data, owner
     owner = sys.modules["cupy"].cuda.alloc(size)
     return owner.ptr, owner
@@ -245,12 +246,12 @@ def upload(x: View) -> tuple[View, Any]:
 
 
 @functools.lru_cache(maxsize=1024)  # calls come with the same shapes over and over
-def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return the strides of a C-contiguous array, in bytes."""
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int]:
+    """Return the strides of a C-contiguous array, and its size, in bytes."""
     strides = [itemsize]
-    for length in shape[:0:-1]:
+    for length in shape[::-1]:
         strides.append(strides[-1] * length)
-    return tuple(reversed(strides)) if shape else ()
+    return tuple(strides[-2::-1]), strides[-1]
 
 
 @functools.lru_cache(maxsize=1024)

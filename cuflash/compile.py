@@ -251,8 +251,16 @@ class CpuKernel:
         seed: int,
     ) -> None:
         """Run the kernel to its end."""
+        plan = self.plan
         self._kernel(host_races()).launch(
-            blocks, self.plan.threads, self.plan.smem_bytes, params, buffers, seed=seed
+            blocks,
+            plan.threads,
+            plan.smem_bytes,
+            params,
+            buffers,
+            seed,
+            smem_alignment=plan.smem_alignment,
+            in_order=plan.waits_for_blocks,
         )
 
 

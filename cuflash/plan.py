@@ -45,6 +45,8 @@ class UnitPlan:
     params: ClassVar[str] = "Params"  # the type of the kernel's one parameter
     params_bytes: ClassVar[int] = PARAMS_BYTES  # its size
     target_suffix: ClassVar[str] = ""  # "a": code for this very architecture, as for wgmma
+    smem_alignment: ClassVar[int] = 128  # 1024: of swizzled tiles
+    waits_for_blocks: ClassVar[bool] = False  # blocks wait for those of lower index
 
     dtype: str
 

@@ -12,6 +12,7 @@ import hypothesis
 import numpy as np
 import pytest
 import tally
+from builder import Builder
 
 hypothesis.settings.register_profile(
     "ci",
@@ -67,6 +68,11 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     import cupy
 
     return Backend("gpu", cupy)
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    return Builder(tmp_path_factory.mktemp("host"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

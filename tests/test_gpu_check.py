@@ -97,8 +97,8 @@ def clean_record(root: Path) -> dict[str, Any]:
                 "planted_overrun_reported": True,
             },
             **{
-                name: {**about, "rows": [{"kind": name}]}
-                for name in ("speed", "options", "memory", "host")
+                name: {**about, "rows": [{"kind": kind}]}
+                for name, (_, kind) in gpu_check.MEASURES.items()
             },
         },
     }

@@ -15,71 +15,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from builder import KERNELS, ROOT, Builder, buffers, kernel_text
 
 from cuflash import host
 
-ROOT = Path(__file__).parent.parent
-KERNELS = Path(__file__).parent / "host_kernels"
-INCLUDES = (ROOT / "kernels" / "host", ROOT / "kernels", KERNELS)
 SEEDS = range(7)
 
 needs_zig = pytest.mark.skipif(not find_spec("ziglang"), reason="the package ziglang is missing")
-
-
-def kernel_text(name: str, plan: str = "", params: str = "Params") -> str:
-    return f"""\
-#include "host/cuda.h"
-#include "hw/convert.cuh"
-namespace plan {{ {plan} }}
-#include "{name}.cu"
-#define CUFLASH_KERNEL {name}
-#define CUFLASH_PARAMS {params}
-#include "host/entry.h"
-"""
-
-
-class Builder:
-    """Compiles each library once, when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.libraries: dict[tuple, Path] = {}
-
-    def library(self, compiler: host.Compiler, text: str, kernel: bool) -> Path:
-        key = (compiler, text, kernel)
-        if key not in self.libraries:
-            path = self.folder / f"library{len(self.libraries)}.so"
-            host.compile_library(compiler, text, INCLUDES, path, kernel=kernel)
-            self.libraries[key] = path
-        return self.libraries[key]
-
-    def runtime(self, compiler: host.Compiler | None = None, text: str = "") -> host.Runtime:
-        text += '#include "host/executor.cpp"\n'
-        return host.Runtime(self.library(compiler or host.find_compiler(), text, False))
-
-    def kernel(
-        self,
-        name: str,
-        plan: str = "",
-        compiler: host.Compiler | None = None,
-        runtime: host.Runtime | None = None,
-    ) -> host.HostKernel:
-        text = kernel_text(name, plan)
-        library = self.library(compiler or host.find_compiler(), text, True)
-        return host.HostKernel(runtime or self.runtime(compiler), library, name)
-
-
-@pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("host"))
-
-
-def buffers(*, writable: str = "out", **arrays: np.ndarray) -> list[tuple[str, int, int, bool]]:
-    def row(name: str, array: np.ndarray) -> tuple[str, int, int, bool]:
-        low = array.ctypes.data
-        return name, low, low + array.nbytes, name in writable.split()
-
-    return [row(*item) for item in arrays.items()]
 
 
 # --- right kernels -------------------------------------------------------------------------------

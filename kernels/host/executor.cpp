@@ -136,6 +136,7 @@ void run_thread() {
 void fill_shared_memory(Block& block) {
     memset(block.accessible, kPoison, static_cast<size_t>(block.accessible_end - block.accessible));
     memset(block.tags, 0, block.tag_count * sizeof(Tag));
+    block.tagged = false;
 }
 
 // Are the accessible bytes around shared memory as fill_shared_memory left them?
@@ -173,7 +174,7 @@ void start_block(Worker& w, Block& block, unsigned int index) {
     block.returned = 0;
     block.barrier = {};
     forget_barriers(w, block);
-    block.free_registers = kRegisterFile - registers * w.warps * kWarpSize;
+    block.free_registers = 0;  // a block has those that its warps start with, and no more
     memset(block.marks, 0, sizeof(block.marks));
     fill_shared_memory(block);
     if (w.races.on()) w.races.start_block(block.first_fiber, index, block.shared);
@@ -209,9 +210,8 @@ void start_block(Worker& w, Block& block, unsigned int index) {
     }
 }
 
-// Of the block whose last thread has returned.
+// Of a block whose last thread has returned, and whose last copy has landed.
 void end_block(Worker& w, Block& block) {
-    finish_copies_of(w, block);
     if (w.failure.fault == Fault::kNone && !slack_untouched(block, w.launch->shared_bytes)) {
         note(w, {Fault::kSharedOverrun});
     }
@@ -223,20 +223,23 @@ bool run_blocks(Worker& w, const unsigned int* order) {
     for (; started < w.resident; ++started) start_block(w, w.blocks[started], order[started]);
     for (;;) {
         const int next = next_ready(w);
-        if (next < 0) {
+        if (next >= 0) {
+            w.running = next;
+            switch_context(&w.main, &w.fibers[next].context);
+            w.stopped = w.running;
+            w.running = -1;
+        } else if (!some_returned(w)) {
             note(w, {Fault::kStuck});
-            return false;
         }
-        w.running = next;
-        switch_context(&w.main, &w.fibers[next].context);
-        w.stopped = w.running;
-        w.running = -1;
+        for (unsigned int i = 0; i < w.resident; ++i) {
+            Block& block = w.blocks[i];
+            if (!block.alive || block.returned < w.launch->block || has_copies(w, block)) continue;
+            end_block(w, block);
+            if (w.failure.fault != Fault::kNone) return false;
+            if (++ended == w.launch->grid) return true;
+            if (started < w.launch->grid) start_block(w, block, order[started++]);
+        }
         if (w.failure.fault != Fault::kNone) return false;
-        Block& block = *w.fibers[w.stopped].block;
-        end_block(w, block);
-        if (w.failure.fault != Fault::kNone) return false;
-        if (++ended == w.launch->grid) return true;
-        if (started < w.launch->grid) start_block(w, block, order[started++]);
     }
 }
 

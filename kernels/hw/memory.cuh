@@ -14,7 +14,7 @@ struct alignas(sizeof(T) * N) Vec {
 // The dynamic shared memory of the block; the launch gives it sizeof(Struct) bytes.
 template <class Struct>
 __device__ __forceinline__ Struct& shared_memory() {
-    extern __shared__ __align__(128) unsigned char bytes[];
+    extern __shared__ __align__(1024) unsigned char bytes[];
     return *reinterpret_cast<Struct*>(bytes);
 }
 

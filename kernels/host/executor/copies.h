@@ -148,12 +148,10 @@ void for_each_part(const Copy& copy, Visit visit) {
 
 void land_load(Worker& w, Copy& copy) {
     for_each_part(copy, [&](const Part& part) {
-        if (w.failure.fault != Fault::kNone) return;
         const size_t inside = part.end - part.begin;
         if (inside != part.bytes) memset(part.shared, 0, part.bytes);
         if (inside != 0) {
             const uintptr_t from = part.global;
-            if (!check_global(w, Access::kLoad, from, inside, 1, copy.place, copy.fiber)) return;
             memcpy(part.shared + part.begin, reinterpret_cast<const void*>(from), inside);
         }
     });
@@ -180,7 +178,7 @@ void read_for_store(Worker& w, Copy& copy) {
         memcpy(to, part.shared, part.bytes);
         to += part.bytes;
         const uintptr_t from = reinterpret_cast<uintptr_t>(part.shared);
-        check_proxy(w, *copy.block, copy.fiber, Access::kLoad, from, part.bytes, copy.place);
+        check_proxy(w, *copy.block, copy.fiber, Proxy::kReadLate, from, part.bytes, copy.place);
     });
 }
 
@@ -194,7 +192,7 @@ void add_floats(uintptr_t to, const unsigned char* from, size_t bytes) {
     }
 }
 
-void write_for_store(Worker& w, Copy& copy) {
+void write_for_store(Copy& copy) {
     const bool add = copy.call.kind == BulkCopy::kAdd;
     const unsigned char* from = copy.data;
     for_each_part(copy, [&](const Part& part) {
@@ -202,8 +200,7 @@ void write_for_store(Worker& w, Copy& copy) {
         from += part.bytes;
         const size_t bytes = part.end - part.begin;
         const uintptr_t to = part.global;
-        if (w.failure.fault != Fault::kNone || bytes == 0) return;
-        if (!check_global(w, Access::kStore, to, bytes, 1, copy.place, copy.fiber)) return;
+        if (bytes == 0) return;
         if (add) {
             add_floats(to, piece, bytes);
         } else {
@@ -230,7 +227,7 @@ void advance(Worker& w, unsigned int index) {
     } else if (!copy.data) {
         read_for_store(w, copy);
     } else {
-        write_for_store(w, copy);
+        write_for_store(copy);
         remove_copy(w, index);
     }
 }
@@ -324,15 +321,20 @@ void bulk_copy(Place place, const BulkCopy& call) {
     }
     Copy& copy = all.list[all.count++];
     copy = {call, map, &block, w.running, fiber.groups[1], place, nullptr};
+    for_each_part(copy, [&](const Part& part) {
+        if (w.failure.fault != Fault::kNone) return;
+        const uintptr_t address = reinterpret_cast<uintptr_t>(part.shared);
+        if (part.begin != part.end &&
+            !check_global(w, load ? Access::kLoad : Access::kStore, part.global,
+                          part.end - part.begin, 1, place, w.running)) {
+            return;
+        }
+        if (load) memset(part.shared, kPoison, part.bytes);
+        check_proxy(w, block, w.running, load ? Proxy::kWrite : Proxy::kRead, address, part.bytes,
+                    place);
+    });
+    if (w.failure.fault != Fault::kNone) stop(w);
     if (w.races.on()) watch_copy(w, copy, barrier);
-    if (load) {
-        for_each_part(copy, [&](const Part& part) {
-            memset(part.shared, kPoison, part.bytes);
-            const uintptr_t to = reinterpret_cast<uintptr_t>(part.shared);
-            check_proxy(w, block, w.running, Access::kStore, to, part.bytes, place);
-        });
-        if (w.failure.fault != Fault::kNone) stop(w);
-    }
     yield(place);
 }
 
@@ -395,19 +397,18 @@ void finish_copies(Worker& w, Fiber& fiber) {
     }
 }
 
-// All threads of a block have returned.
-void finish_copies_of(Worker& w, Block& block) {
-    for (unsigned int i = 0; i < w.copies->count && w.failure.fault == Fault::kNone;) {
+// All threads of a block have returned. Whether something is still on its way to global memory.
+bool has_copies(Worker& w, const Block& block) {
+    bool some = false;
+    for (unsigned int i = 0; i < w.copies->count; ++i) {
         const Copy& copy = w.copies->list[i];
-        if (copy.block != &block) {
-            ++i;
-        } else if (copy.call.kind == BulkCopy::kLoad) {
-            note_misuse(w, copy.place, copy.fiber,
-                        "the block ended before this copy had landed in its shared memory");
-        } else {
-            advance(w, i);
-        }
+        if (copy.block != &block) continue;
+        some = true;
+        if (copy.call.kind != BulkCopy::kLoad) continue;
+        note_misuse(w, copy.place, copy.fiber,
+                    "the block ended before this copy had landed in its shared memory");
     }
+    return some;
 }
 
 }  // namespace

@@ -126,6 +126,11 @@ void mbarrier_arrive(Place place, void* pointer, int bytes) {
     if (w.races.on()) w.races.release(static_cast<unsigned int>(w.running), barrier->arriving);
     barrier->bytes += bytes;
     --barrier->missing;
+    if (barrier->missing == 0 && barrier->bytes < 0) {
+        HOST_MISUSE(w, place, "%lld bytes more than are announced have come to the mbarrier at "
+                    "shared+%u", static_cast<long long>(-barrier->bytes),
+                    shared_offset(block, barrier->address));
+    }
     look_at_phase(w, block, *barrier);
     yield(place);
 }

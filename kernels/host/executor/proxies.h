@@ -15,6 +15,7 @@ namespace {
 void tag_written(Worker& w, const Fiber& fiber, uintptr_t address, size_t bytes, Place place) {
     Block& block = *fiber.block;
     if (bytes == 0 || !is_shared(w, block, address, bytes)) return;
+    block.tagged = true;
     const unsigned int first = shared_offset(block, address) / kTagBytes;
     const unsigned int last =
         (shared_offset(block, address) + static_cast<unsigned int>(bytes) - 1) / kTagBytes;
@@ -29,10 +30,13 @@ void fence_proxy_async(Place place) {
     yield(place);
 }
 
-// The asynchronous proxy reads or writes for `fiber`; what it overwrites needs no fence any more.
-void check_proxy(Worker& w, Block& block, int fiber, Access access, uintptr_t address, size_t bytes,
+// The asynchronous proxy is asked to read for `fiber`, has not read until now what it was asked for
+// before, or writes; what it overwrites needs no fence any more.
+enum class Proxy { kRead, kReadLate, kWrite };
+
+void check_proxy(Worker& w, Block& block, int fiber, Proxy proxy, uintptr_t address, size_t bytes,
                  Place place) {
-    if (bytes == 0 || !is_shared(w, block, address, bytes)) return;
+    if (!block.tagged || bytes == 0 || !is_shared(w, block, address, bytes)) return;
     const unsigned int first = shared_offset(block, address) / kTagBytes;
     const unsigned int last =
         (shared_offset(block, address) + static_cast<unsigned int>(bytes) - 1) / kTagBytes;
@@ -40,14 +44,16 @@ void check_proxy(Worker& w, Block& block, int fiber, Access access, uintptr_t ad
         Tag& tag = block.tags[i];
         if (tag.fiber == 0) continue;
         const Fiber& writer = w.fibers[tag.fiber - 1];
-        if (access == Access::kLoad && tag.fences == writer.proxy_fences) {
+        if (proxy == Proxy::kReadLate || (proxy == Proxy::kRead && tag.fences == writer.proxy_fences)) {
             char where[128];
             Text text(where, sizeof(where));
             if (tag.place.call) text.add("%s, ", tag.place.call);
             text.add_place(tag.place);
             note_misuse(w, place, fiber,
-                        "reads shared+%u through the asynchronous proxy, which thread %u wrote (%s) "
-                        "without fence_proxy_async()",
+                        proxy == Proxy::kRead
+                            ? "reads shared+%u through the asynchronous proxy, which thread %u wrote "
+                              "(%s) without fence_proxy_async()"
+                            : "was still to read shared+%u when thread %u wrote there (%s)",
                         i * kTagBytes, thread_of(writer), where);
             return;
         }

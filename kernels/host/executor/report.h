@@ -62,9 +62,11 @@ void add_missing(Text& text, const Worker& w, const Block& block, unsigned int i
             const MBarrier& barrier = block.mbarriers[i];
             if (barrier.address != fiber.address) continue;
             text.add(" (mbarrier at shared+%u, parity %d, in phase %u with %d of %d arrivals and "
-                     "%lld bytes missing)",
+                     "%lld bytes missing",
                      shared_offset(block, barrier.address), fiber.wanted, barrier.phase,
                      barrier.missing, barrier.count, static_cast<long long>(barrier.bytes));
+            if (barrier.missing == 0) text.add("; no copy will bring them");
+            text.add(")");
         }
     } else if (fiber.state == State::kAtSemaphore) {
         text.add(" (it is %d, and shall be at least %d)",

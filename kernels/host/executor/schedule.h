@@ -40,7 +40,7 @@ class Schedule {
         ranks_ = 0;
         warps_ = warps;
         // How often what may happen early does: never, or in one of so many steps.
-        constexpr unsigned int kRates[] = {0, 4096, 256, 16};
+        constexpr unsigned int kRates[] = {0, 4096, 16, 256};
         rate_ = seed == 0 ? 0 : kRates[seed / 2 % 4];
         for (unsigned int i = 0; i < warps; ++i) {
             const unsigned int j = random_.below(i + 1);

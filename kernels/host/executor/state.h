@@ -129,6 +129,7 @@ struct Block {
     unsigned int free_registers;
     Tag* tags;  // of its shared memory
     unsigned int tag_count;
+    bool tagged;  // some of it
     ProductMark marks[kMaxThreads / 128][kProductMarks];
 };
 

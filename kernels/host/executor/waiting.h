@@ -40,10 +40,23 @@ int next_ready(Worker& w) {
     }
 }
 
+// Whether a block only waits for its copies to land, or to be replaced.
+bool some_returned(const Worker& w) {
+    for (unsigned int i = 0; i < w.resident; ++i) {
+        if (w.blocks[i].alive && w.blocks[i].returned == w.launch->block) return true;
+    }
+    return false;
+}
+
 // Let the next fiber run; returns when the schedule comes back to `fiber`.
 void switch_to_next(Worker& w, Fiber& fiber) {
     const int next = next_ready(w);
-    if (next < 0) fail(w, {Fault::kStuck});
+    if (next < 0) {
+        // Nothing is under way any more: blocks that have returned make room for others.
+        if (w.failure.fault != Fault::kNone || !some_returned(w)) fail(w, {Fault::kStuck});
+        switch_context(&fiber.context, &w.main);
+        return;
+    }
     w.running = next;
     Fiber& other = w.fibers[next];
     if (&other != &fiber) switch_context(&fiber.context, &other.context);

@@ -101,6 +101,8 @@ void mma_sync(
 
 constexpr unsigned int kWarpsInGroup = 4;
 constexpr int kMaxAccumulators = kMaxColumns / 2;
+// A signalling NaN: arithmetic makes it a quiet one, so that accumulators which were touched differ.
+constexpr uint32_t kAccumulatorPoison = 0xffbfffff;
 
 // A product of one warp under way.
 struct Wgmma {
@@ -108,7 +110,8 @@ struct Wgmma {
     WgmmaCall call;  // of lane 0
     Place place;
     unsigned int group;
-    int fiber;  // of lane 0
+    int fiber;    // of lane 0
+    Actor actor;  // as it is issued
     bool continues;  // adds to what an earlier product under way leaves in the accumulators
     bool computed;   // at its issue: `product` is there
     float* d[kWarpSize];
@@ -117,9 +120,19 @@ struct Wgmma {
     float product[kWarpSize * kMaxAccumulators];
 };
 
-// Gathers the operands of a product, from shared memory by fetch().
-template <class T, class Fetch>
-void gather_operands(Worker& w, const Wgmma& it, Fetch fetch, float* a, float* b) {
+// With Proxy::kRead, as the product is issued; with kReadLate, later.
+template <class T>
+void gather_operands(Worker& w, const Wgmma& it, Proxy proxy, float* a, float* b) {
+    Block& block = *w.fibers[it.fiber].block;
+    const bool watched = w.races.on() && proxy == Proxy::kRead;
+    const auto fetch = [&](uint32_t offset) -> const void* {
+        const void* const piece =
+            fetch_shared(w, block, offset, kPieceBytes, it.place, it.fiber);
+        const uintptr_t address = reinterpret_cast<uintptr_t>(block.shared + offset);
+        if (watched) watch(w, it.actor, Access::kLoad, address, kPieceBytes, it.place);
+        check_proxy(w, block, it.fiber, proxy, address, kPieceBytes, it.place);
+        return piece;
+    };
     const WgmmaCall& call = it.call;
     if (call.a) {
         gather_a<T>(it.a, a);
@@ -132,47 +145,23 @@ void gather_operands(Worker& w, const Wgmma& it, Fetch fetch, float* a, float* b
                 call.n, fetch, b);
 }
 
-// Too much for the stack of a fiber.
-__thread float operand_b[kMaxColumns * kDepth];
+__thread float columns_of_b[kMaxColumns * kDepth];  // too much for the stack of a fiber
 
-template <class T>
-void compute_product(Worker& w, Wgmma& it) {
+void compute_product(Worker& w, Wgmma& it, Proxy proxy) {
     float a[kSlab * kDepth];
-    Block& block = *w.fibers[it.fiber].block;
-    const auto fetch = [&](uint32_t address) -> const void* {
-        const void* const piece =
-            fetch_shared(w, block, address, kPieceBytes, it.place, it.fiber);
-        check_proxy(w, block, it.fiber, Access::kLoad,
-                    reinterpret_cast<uintptr_t>(block.shared + address), kPieceBytes, it.place);
-        return piece;
-    };
-    gather_operands<T>(w, it, fetch, a, operand_b);
-    multiply(a, operand_b, it.call.n, it.product);
+    if (it.call.element == Element::kFloat16) {
+        gather_operands<Float16>(w, it, proxy, a, columns_of_b);
+    } else {
+        gather_operands<Bfloat16>(w, it, proxy, a, columns_of_b);
+    }
+    multiply(a, columns_of_b, it.call.n, it.product);
     it.computed = true;
 }
 
-// What the product will read, as races see it.
-void watch_product(Worker& w, const Wgmma& it) {
+// For a product that will be computed later: what is fenced by then may not be fenced now.
+void check_operands(Worker& w, const Wgmma& it) {
     float a[kSlab * kDepth];
-    const Block& block = *w.fibers[it.fiber].block;
-    const Actor actor = w.races.product(static_cast<unsigned int>(it.fiber), time_of_group(it.group));
-    const auto fetch = [&](uint32_t address) -> const void* {
-        static const char nothing[kPieceBytes] = {};
-        const uintptr_t piece = reinterpret_cast<uintptr_t>(block.shared + address);
-        if (is_shared(w, block, piece, kPieceBytes)) {
-            watch(w, actor, Access::kLoad, piece, kPieceBytes, it.place);
-        }
-        return nothing;
-    };
-    gather_operands<Float16>(w, it, fetch, a, operand_b);
-}
-
-void compute_product_of(Worker& w, Wgmma& it) {
-    if (it.call.element == Element::kFloat16) {
-        compute_product<Float16>(w, it);
-    } else {
-        compute_product<Bfloat16>(w, it);
-    }
+    gather_operands<Bfloat16>(w, it, Proxy::kRead, a, columns_of_b);
 }
 
 // What all lanes of a warp, and all warps of a warpgroup, must issue alike.
@@ -188,6 +177,18 @@ uint64_t mark_of(const WgmmaCall& call) {
         mark ^= mark >> 29;
     }
     return mark;
+}
+
+// Leaves poison where a product will bring its results.
+void take_accumulators(Wgmma& it) {
+    const int count = it.call.n / 2;
+    for (int i = 0; i < kWarpSize; ++i) {
+        memcpy(it.before[i], it.d[i], static_cast<size_t>(count) * sizeof(float));
+        for (int j = 0; j < count; ++j) {
+            memcpy(&it.d[i][j], &kAccumulatorPoison, sizeof(kAccumulatorPoison));
+        }
+    }
+    it.continues = false;
 }
 
 // Notes what is wrong with a call that a warp makes.
@@ -245,23 +246,25 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         for (const Wgmma* other = warp.first_product; other; other = other->next) {
             it->continues |= other->d[0] == it->d[0];
         }
-        const size_t bytes = static_cast<size_t>(it->call.n) / 2 * sizeof(float);
-        for (int i = 0; i < kWarpSize && !it->continues; ++i) {
-            memcpy(it->before[i], it->d[i], bytes);
-            memset(it->d[i], kPoison, bytes);
-        }
+        if (!it->continues) take_accumulators(*it);
         (warp.first_product ? warp.last_product->next : warp.first_product) = it;
         warp.last_product = it;
         ++warp.products;
-        if (w.races.on()) watch_product(w, *it);
-        if (w.schedule.choose(2)) compute_product_of(w, *it);
+        if (w.races.on()) {
+            it->actor = w.races.product(static_cast<unsigned int>(it->fiber), time_of_group(it->group));
+        }
+        if (w.schedule.choose(2)) {
+            compute_product(w, *it, Proxy::kRead);
+        } else if (fibers[0].block->tagged || w.races.on()) {
+            check_operands(w, *it);
+        }
     });
 }
 
 // The first product under way of a warp is done.
 void finish_product(Worker& w, Warp& warp) {
     Wgmma& it = *warp.first_product;
-    if (!it.computed) compute_product_of(w, it);
+    if (!it.computed) compute_product(w, it, Proxy::kReadLate);
     const int count = it.call.n / 2;
     const float* before[kWarpSize];
     for (int i = 0; i < kWarpSize; ++i) {
@@ -269,7 +272,7 @@ void finish_product(Worker& w, Warp& warp) {
         for (int j = 0; j < count && !it.continues; ++j) {
             uint32_t bits;
             memcpy(&bits, &it.d[i][j], sizeof(bits));
-            if (bits != 0xffffffff) {
+            if (bits != kAccumulatorPoison) {
                 note_misuse(w, it.place, it.fiber + i,
                             "accumulator %d was written while the product was under way", j);
             }
@@ -310,6 +313,14 @@ void wgmma_wait(Place place, int pending) {
         const unsigned int group = warp.product_groups - static_cast<unsigned int>(pending);
         while (warp.first_product && static_cast<int>(group - warp.first_product->group) > 0) {
             finish_product(w, warp);
+        }
+        // Sums that a product still under way goes on with are nobody's to read.
+        for (Wgmma* it = warp.first_product; it; it = it->next) {
+            bool first = it->continues;
+            for (const Wgmma* other = warp.first_product; other != it; other = other->next) {
+                first = first && other->d[0] != it->d[0];
+            }
+            if (first) take_accumulators(*it);
         }
         warp.fenced = false;
     });

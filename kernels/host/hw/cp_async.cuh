@@ -2,6 +2,8 @@
 // The CPU twin of hw/cp_async.cuh.
 #pragma once
 
+#include "hw/memory.cuh"
+
 namespace hw {
 
 template <int Bytes>

@@ -2,6 +2,8 @@
 // The CPU twin of hw/ldmatrix.cuh.
 #pragma once
 
+#include "hw/memory.cuh"
+
 namespace hw {
 
 template <bool Trans = false, int N>

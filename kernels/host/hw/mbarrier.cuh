@@ -2,6 +2,8 @@
 // The CPU twin of hw/mbarrier.cuh. The state of the object lies in the executor.
 #pragma once
 
+#include "hw/memory.cuh"
+
 namespace hw {
 
 struct MBarrier {
