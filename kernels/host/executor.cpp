@@ -215,6 +215,13 @@ void end_block(Worker& w, Block& block) {
     if (w.failure.fault == Fault::kNone && !slack_untouched(block, w.launch->shared_bytes)) {
         note(w, {Fault::kSharedOverrun});
     }
+    if (w.failure.fault == Fault::kNone && w.races.on()) {
+        const int fiber = w.races.unwritten(block.first_fiber, w.misuse, sizeof(w.misuse));
+        if (fiber >= 0) {
+            note(w, {Fault::kRace});
+            w.failure.fiber = fiber;
+        }
+    }
     block.alive = false;
 }
 

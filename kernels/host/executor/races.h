@@ -86,6 +86,7 @@ class Races {
         home.index = index;
         home.first = first;
         home.shared = reinterpret_cast<uintptr_t>(shared);
+        home.unwritten = {};
         const size_t lines = s.launch->shared_bytes / kLineBytes + 1;
         for (size_t i = 0; i < lines; ++i) s.shadow.clear(home.lines[i]);
         Times* const start = s.clocks.make();
@@ -293,7 +294,7 @@ class Races {
                 char* text,
                 size_t text_bytes) {
         State& s = *state_;
-        const Home& home = s.homes[actor.fiber / s.threads];
+        Home& home = s.homes[actor.fiber / s.threads];
         Record* lines = home.lines;
         uintptr_t base = home.shared;
         const bool shared = address - base < s.launch->shared_bytes;
@@ -305,22 +306,18 @@ class Races {
         }
         Touch it = {&actor.view, access, actor.stamp, s.places.source(place), false, 0, 0, {}};
         const bool good = s.shadow.touch(lines, base, address, bytes, it);
-        // Instructions may read more than is used of what they read.
-        const bool unwritten =
-            shared && access == Access::kLoad && Places::is_plain(place) && !it.found_written;
-        if (good && !unwritten) return true;
-        Text sentence(text, text_bytes);
-        if (!good) sentence.add("race in %s memory: ", shared ? "shared" : "global");
-        add_actor(sentence, s, actor.stamp);
-        sentence.add(" %s %zu bytes at ", verb(access), bytes);
-        add_address(sentence, s, home, address);
-        sentence.add(" (");
-        add_place(sentence, place);
         if (good) {
-            sentence.add("), which nobody wrote since the block began");
-            return false;
+            // Instructions may read more than is used of what they read.
+            if (shared && access == Access::kLoad && !it.found_written && !home.unwritten.bytes &&
+                Places::is_plain(place)) {
+                home.unwritten = {actor, address, bytes, place};
+            }
+            return true;
         }
-        sentence.add("), not ordered after ");
+        Text sentence(text, text_bytes);
+        sentence.add("race in %s memory: ", shared ? "shared" : "global");
+        add_access(sentence, s, actor, access, address, bytes, place);
+        sentence.add(", not ordered after ");
         if (block_of(it.other) != home.index || slot_of(it.other) >= s.threads) {
             sentence.add("the %s by ", noun(it.other_access));
             add_actor(sentence, s, it.other);
@@ -335,7 +332,26 @@ class Races {
         return false;
     }
 
+    // Of a block that ends: returns the fiber that read shared memory which nobody had written, with
+    // the reason in `text`, or -1. Only now, for when it was written later, and nothing orders the
+    // two, then that tells more.
+    int unwritten(unsigned int first, char* text, size_t text_bytes) const {
+        const State& s = *state_;
+        const Unwritten& read = s.homes[first / s.threads].unwritten;
+        if (!read.bytes) return -1;
+        Text sentence(text, text_bytes);
+        add_access(sentence, s, read.actor, Access::kLoad, read.address, read.bytes, read.place);
+        sentence.add(", which nobody had written since the block began");
+        return static_cast<int>(read.actor.fiber);
+    }
+
   private:
+    struct Unwritten {
+        Actor actor;
+        uintptr_t address;
+        size_t bytes;  // 0: there was none
+        Place place;
+    };
     // A fiber. What it knows of itself is all, so it is not in `times`.
     struct Self {
         Times* times;
@@ -348,6 +364,7 @@ class Races {
         unsigned int index, first;
         uintptr_t shared;
         Record* lines;
+        Unwritten unwritten;  // the first such read
     };
     // Global memory that may be written to.
     struct Tract {
@@ -511,6 +528,16 @@ class Races {
             text.add("a %s of thread %u", thread < s.threads ? "cp.async" : "bulk store",
                      thread % s.threads);
         }
+    }
+
+    static void add_access(Text& text, const State& s, const Actor& actor, Access access,
+                           uintptr_t address, size_t bytes, Place place) {
+        add_actor(text, s, actor.stamp);
+        text.add(" %s %zu bytes at ", verb(access), bytes);
+        add_address(text, s, s.homes[actor.fiber / s.threads], address);
+        text.add(" (");
+        add_place(text, place);
+        text.add(")");
     }
 
     static void add_place(Text& text, Place place) {
