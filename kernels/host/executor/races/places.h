@@ -8,7 +8,9 @@ namespace {
 
 // A plain access has an instruction's offset into the kernel's library instead of a line, and the
 // caller of cuflash_launch finds the line; see Text::add_place.
-Place place_of_instruction(uintptr_t offset) { return {nullptr, nullptr, static_cast<int>(offset)}; }
+Place place_of_instruction(uintptr_t offset) {
+    return {nullptr, nullptr, static_cast<int>(offset)};
+}
 
 constexpr uint32_t kMaxPlaces = 1 << 14;
 constexpr Source kPlaceBit = Source{1} << 31;
@@ -23,10 +25,10 @@ class Places {
         if (places_) munmap(places_, kMaxPlaces * sizeof(Place));
     }
 
-    static bool is_plain(const Place& place) { return !place.file; }
+    // Plain accesses name an instruction, others a call.
+    static bool is_plain(Source source) { return !(source & kPlaceBit); }
 
     Source source(const Place& place) {
-        if (is_plain(place)) return static_cast<Source>(place.line);
         const uintptr_t hash =
             (reinterpret_cast<uintptr_t>(place.call) ^ static_cast<uintptr_t>(place.line)) *
             0x9e3779b97f4a7c15;
