@@ -47,7 +47,7 @@ void check_proxy(Worker& w, Block& block, int fiber, Proxy proxy, uintptr_t addr
         if (proxy == Proxy::kReadLate || (proxy == Proxy::kRead && tag.fences == writer.proxy_fences)) {
             char where[128];
             Text text(where, sizeof(where));
-            text.add("%s, ", tag.place.call);
+            if (tag.place.call) text.add("%s, ", tag.place.call);
             text.add_place(tag.place);
             note_misuse(w, place, fiber,
                         proxy == Proxy::kRead

@@ -139,6 +139,7 @@ enum class Fault {
     kSpinning,
     kMask,
     kAccess,
+    kPlainAccess,
     kSharedAccess,
     kSharedSize,
     kSharedOverrun,
@@ -178,13 +179,14 @@ struct Worker {
     CpAsync* spare_copies;
     // The launch.
     const Launch* launch;
+    uintptr_t image, image_end;  // the kernel's library, if it is instrumented
     unsigned int resident;  // of the blocks, these are used
     unsigned int warps;     // of each of them
     int running;            // the fiber, -1 while the launch itself runs
     int stopped;            // the fiber that ran last
     uint64_t idle_switches;  // in `yield`, since threads last met or returned
     Failure failure;
-    char misuse[256];  // says what kMisuse is
+    char misuse[512];  // says what kMisuse or kRace is
     Context main;
     Schedule schedule;
     Races races;
