@@ -9,6 +9,7 @@ from collections import Counter
 _tests: Counter[str] = Counter()
 _examples: set[tuple[str, str, str, str, str, str]] = set()
 _pairs: set[tuple[str, str, str, str]] = set()
+_planted: set[tuple[str, ...]] = set()
 
 
 def ran(backend: str) -> None:
@@ -29,24 +30,33 @@ def pair(backend: str, row: str, column: str, direction: str) -> None:
     _pairs.add((backend, row, column, direction))
 
 
+def planted(source: str, fault: str, what: str, shows: str, *found: int) -> None:
+    """Count in how many of seven schedules the CPU back end found a fault: in each of its builds.
+
+    They are the plain one and, where it is there, the instrumented one.
+    """
+    _planted.add((source, fault, what, shows, *(f"{count}/7" for count in found)))
+
+
 def dump() -> str:
     """Return all counts as text."""
-    return json.dumps([_tests, sorted(_examples), sorted(_pairs)])
+    return json.dumps([_tests, sorted(_examples), sorted(_pairs), sorted(_planted)])
 
 
 def load(text: str) -> None:
     """Add counts from another process."""
     if text:
-        tests, examples, pairs = json.loads(text)
+        tests, examples, pairs, faults = json.loads(text)
         _tests.update(tests)
         _examples.update(tuple(row) for row in examples)
         _pairs.update(tuple(row) for row in pairs)
+        _planted.update(tuple(row) for row in faults)
 
 
 def report() -> list[str]:
     """Return the lines of the summary."""
     lines = ["tests by back end: " + ", ".join(f"{n} {name}" for name, n in sorted(_tests.items()))]
-    lines += _table_of_pairs()
+    lines += _table_of_pairs() + _table_of_faults()
     if not _examples:
         return lines
     total = len(_examples)
@@ -62,6 +72,21 @@ def report() -> list[str]:
     for backend, dtype, direction, family in sorted({row[:4] for row in counts}):
         cells = "".join(f"{counts[backend, dtype, direction, family, k]:7}" for k in kinds)
         lines.append(f"  {backend:9}{dtype:9}{direction:9}{family:8}{cells}")
+    return lines
+
+
+def _table_of_faults() -> list[str]:
+    """Return what was planted, how it shows, and in how many schedules it was found."""
+    if not _planted:
+        return []
+    full = sum(row[4] == "7/7" for row in _planted)
+    lines = [
+        f"{len(_planted)} planted faults, found in so many of seven schedules by the plain and the "
+        f"instrumented build; in all by the plain one: {full}",
+        f"  {'fault':36}{'what':64}{'shows as':26}{'plain':>6}{'instrumented':>14}",
+    ]
+    for _, fault, what, shows, plain, *rest in sorted(_planted):
+        lines.append(f"  {fault:36}{what:64}{shows:26}{plain:>6}{rest[0] if rest else '-':>14}")
     return lines
 
 

@@ -282,6 +282,13 @@ void bulk_copy(Place place, const BulkCopy& call) {
         if (static_cast<int>(map.rank) != call.rank) {
             HOST_MISUSE(w, place, "%d coordinates for a tensor of rank %u", call.rank, map.rank);
         }
+        // Loads may begin before the tensor. Stores and reductions that do are illegal
+        // instructions to an H200, whichever the axis.
+        for (int axis = 0; axis < call.rank && !load; ++axis) {
+            if (call.coordinates[axis] >= 0) continue;
+            HOST_MISUSE(w, place, "coordinate %d of a store must not be negative, got %d", axis,
+                        call.coordinates[axis]);
+        }
         if (call.kind == BulkCopy::kAdd && map.type != kFloat32Type) {
             HOST_MISUSE(w, place, "adds float32 only; the tensor has another type");
         }

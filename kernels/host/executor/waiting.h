@@ -239,10 +239,11 @@ void warp_together(Place place, const T& record, Work work) {
     });
 }
 
-// The lane that elect.sync takes: any, but always the same.
+// The lane that elect.sync takes: any, but always the same; never lane 0, which is the one that
+// kernels would count on.
 bool elect_one(Place place) {
     Worker& w = worker();
-    const int elected = static_cast<int>(w.launch->seed * 0x9e3779b97f4a7c15 >> 59);
+    const int elected = 1 + static_cast<int>((w.launch->seed * 0x9e3779b97f4a7c15 >> 32) % 31);
     warp_together(place, elected, [](Worker&, Fiber*, const int* const*) {});
     return w.running % kWarpSize == elected;
 }
