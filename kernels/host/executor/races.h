@@ -352,7 +352,7 @@ class Races {
         if (!read.bytes) return -1;
         Text sentence(text, text_bytes);
         add_access(sentence, s, read.actor, Access::kLoad, read.address, read.bytes, read.source);
-        sentence.add(", which nobody had written since the block began");
+        sentence.add(", which nobody wrote since the block began");
         return static_cast<int>(read.actor.fiber);
     }
 
