@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import re
 import struct
-import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from builder import KERNELS, Builder, aligned, buffers, pack
 
-import cuflash
-from cuflash import compile, host
+from cuflash import host
 
 SEEDS = range(7)
 WAYS = (

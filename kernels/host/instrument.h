@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an instrumented kernel calls at each access. The compiler's -fsanitize=thread adds the calls;
-// its library, which would define the functions, is not linked.
+// What an instrumented kernel calls at each access. The compiler's -fsanitize=thread adds the
+// calls; its library, which would define the functions, is not linked.
 //
 // Each function tells the executor where it was called from. Accesses to the thread's own stack,
 // where its registers and local arrays are, are nobody else's business.
@@ -14,8 +14,10 @@
 
 namespace host {
 
-__attribute__((no_sanitize("thread"), always_inline)) inline void tell(
-    Access access, const volatile void* pointer, size_t bytes, void* caller) {
+__attribute__((no_sanitize("thread"), always_inline)) inline void tell(Access access,
+                                                                       const volatile void* pointer,
+                                                                       size_t bytes,
+                                                                       void* caller) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
     const uintptr_t frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
     if ((address ^ frame) < kStackBytes || bytes == 0) return;
@@ -24,20 +26,20 @@ __attribute__((no_sanitize("thread"), always_inline)) inline void tell(
 
 }  // namespace host
 
-#define HOST_ACCESS(name, access, bytes)                                                      \
-    HOST_HOOK __tsan_##name(void* address) {                                                  \
-        host::tell(host::Access::access, address, bytes, __builtin_return_address(0));        \
+#define HOST_ACCESS(name, access, bytes)                                               \
+    HOST_HOOK __tsan_##name(void* address) {                                           \
+        host::tell(host::Access::access, address, bytes, __builtin_return_address(0)); \
     }
-#define HOST_ACCESSES(bytes)                              \
-    HOST_ACCESS(read##bytes, kLoad, bytes)                \
-    HOST_ACCESS(write##bytes, kStore, bytes)              \
-    HOST_ACCESS(unaligned_read##bytes, kLoad, bytes)      \
-    HOST_ACCESS(unaligned_write##bytes, kStore, bytes)    \
-    HOST_ACCESS(volatile_read##bytes, kLoad, bytes)       \
-    HOST_ACCESS(volatile_write##bytes, kStore, bytes)     \
+#define HOST_ACCESSES(bytes)                                    \
+    HOST_ACCESS(read##bytes, kLoad, bytes)                      \
+    HOST_ACCESS(write##bytes, kStore, bytes)                    \
+    HOST_ACCESS(unaligned_read##bytes, kLoad, bytes)            \
+    HOST_ACCESS(unaligned_write##bytes, kStore, bytes)          \
+    HOST_ACCESS(volatile_read##bytes, kLoad, bytes)             \
+    HOST_ACCESS(volatile_write##bytes, kStore, bytes)           \
     HOST_ACCESS(unaligned_volatile_read##bytes, kLoad, bytes)   \
     HOST_ACCESS(unaligned_volatile_write##bytes, kStore, bytes) \
-    HOST_ACCESS(read_write##bytes, kStore, bytes)         \
+    HOST_ACCESS(read_write##bytes, kStore, bytes)               \
     HOST_ACCESS(unaligned_read_write##bytes, kStore, bytes)
 HOST_ACCESSES(1)
 HOST_ACCESSES(2)

@@ -266,7 +266,8 @@ __device__ void bytes(const Params& p, Smem& smem) {
         smem.bytes[thread] = 1;  // bytes: one
     }
     __syncthreads();
-    const auto four = *reinterpret_cast<const hw::Vec<unsigned int, 4>*>(smem.bytes + thread / 16 * 16);
+    const auto four =
+        *reinterpret_cast<const hw::Vec<unsigned int, 4>*>(smem.bytes + thread / 16 * 16);
     if (thread == 0) hw::store(p.counter + blockIdx.x, static_cast<int>(four.v[0]));
     __syncthreads();
     smem.bytes[127 - thread] = 2;

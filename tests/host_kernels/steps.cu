@@ -4,8 +4,20 @@
 #include "hw/semaphore.cuh"
 #include "hw/sync.cuh"
 
-enum Step { kNothing, kRead, kWrite, kAtomic, kSyncThreads, kSyncWarp, kNamedSync, kNamedArrive,
-            kMBarrierArrive, kMBarrierWait, kSemaphoreAdd, kSemaphoreWait };
+enum Step {
+    kNothing,
+    kRead,
+    kWrite,
+    kAtomic,
+    kSyncThreads,
+    kSyncWarp,
+    kNamedSync,
+    kNamedArrive,
+    kMBarrierArrive,
+    kMBarrierWait,
+    kSemaphoreAdd,
+    kSemaphoreWait
+};
 
 struct Params {
     const int* steps;  // (grid, block, count): step, place, bytes, a byte each; global: place + 64

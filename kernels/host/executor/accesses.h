@@ -34,8 +34,8 @@ bool lies_in(uintptr_t address, const void* object, size_t bytes) {
     return address - reinterpret_cast<uintptr_t>(object) < bytes;
 }
 
-// Memory that is neither shared nor global, and that a kernel may read: its parameters, constants of
-// its library, and what the functions of kernels/host/ look at.
+// Memory that is neither shared nor global, and that a kernel may read: its parameters, constants
+// of its library, and what the functions of kernels/host/ look at.
 bool is_of_the_host(const Worker& w, const Thread& thread, uintptr_t address) {
     return lies_in(address, thread.executor, sizeof(Executor)) ||
            lies_in(address, w.params, w.params_bytes) ||

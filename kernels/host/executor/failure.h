@@ -37,10 +37,10 @@ __attribute__((format(printf, 4, 5))) void note_misuse(
     w.failure.fiber = fiber;
 }
 
-#define HOST_MISUSE(w, place, ...)               \
-    do {                                         \
+#define HOST_MISUSE(w, place, ...)              \
+    do {                                        \
         note_misuse(w, place, -1, __VA_ARGS__); \
-        stop(w);                                 \
+        stop(w);                                \
     } while (false)
 
 }  // namespace

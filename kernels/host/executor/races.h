@@ -210,14 +210,15 @@ class Races {
         const Signal* const signal = s.signals.find(address, false);
         if (!signal) return;
         uint32_t first = 0;
-        for (uint32_t i = signal->newest; i && s.events[i].value >= at_least; i = s.events[i].older) {
+        for (uint32_t i = signal->newest; i && s.events[i].value >= at_least;
+             i = s.events[i].older) {
             first = i;
         }
         if (first) hear(s, fiber, s.events[first].heard);
     }
 
-    // An engine's work up to `time` has ended, and a fiber knows. `index`: of the warp in the block,
-    // of the mbarrier, of the thread.
+    // An engine's work up to `time` has ended, and a fiber knows. `index`: of the warp in the
+    // block, of the mbarrier, of the thread.
     void finished(unsigned int fiber, Engine engine, unsigned int index, Time time) {
         State& s = *state_;
         if (engine == Engine::kCpAsync) {
@@ -281,8 +282,8 @@ class Races {
         s.clocks.drop(s.of_product);
         s.of_product = known;
         return {fiber, view_of(s, home, slot, kWarpSize, known),
-                make_stamp(home.index,
-                           first_slot(Engine::kProduct, s.threads) + slot / kWarpSize, time)};
+                make_stamp(home.index, first_slot(Engine::kProduct, s.threads) + slot / kWarpSize,
+                           time)};
     }
 
     // Returns false if the access is wrong, with the reason in `text`.
@@ -332,9 +333,9 @@ class Races {
         return false;
     }
 
-    // Of a block that ends: returns the fiber that read shared memory which nobody had written, with
-    // the reason in `text`, or -1. Only now, for when it was written later, and nothing orders the
-    // two, then that tells more.
+    // Of a block that ends: returns the fiber that read shared memory which nobody had written,
+    // with the reason in `text`, or -1. Only now, for when it was written later, and nothing orders
+    // the two, then that tells more.
     int unwritten(unsigned int first, char* text, size_t text_bytes) const {
         const State& s = *state_;
         const Unwritten& read = s.homes[first / s.threads].unwritten;
@@ -401,11 +402,19 @@ class Races {
         Time copied[kMaxFibers];  // up to which cp.async of its own it has waited for
     };
 
-    static View view_of(
-        const State& s, const Home& home, unsigned int slot, unsigned int count, const Times* times) {
+    static View view_of(const State& s,
+                        const Home& home,
+                        unsigned int slot,
+                        unsigned int count,
+                        const Times* times) {
         const unsigned int fiber = home.first + slot;
-        return {home.index, slot,  count, first_slot(Engine::kCpAsync, s.threads) + slot,
-                &s.copied[fiber], times, s.selves[fiber].foreign};
+        return {home.index,
+                slot,
+                count,
+                first_slot(Engine::kCpAsync, s.threads) + slot,
+                &s.copied[fiber],
+                times,
+                s.selves[fiber].foreign};
     }
 
     static void forget(State& s, Self& self) {
@@ -530,8 +539,13 @@ class Races {
         }
     }
 
-    static void add_access(Text& text, const State& s, const Actor& actor, Access access,
-                           uintptr_t address, size_t bytes, Place place) {
+    static void add_access(Text& text,
+                           const State& s,
+                           const Actor& actor,
+                           Access access,
+                           uintptr_t address,
+                           size_t bytes,
+                           Place place) {
         add_actor(text, s, actor.stamp);
         text.add(" %s %zu bytes at ", verb(access), bytes);
         add_address(text, s, s.homes[actor.fiber / s.threads], address);

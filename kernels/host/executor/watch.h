@@ -10,7 +10,8 @@ namespace {
 bool watch(
     Worker& w, const Actor& actor, Access access, uintptr_t address, size_t bytes, Place place) {
     if (w.failure.fault != Fault::kNone) return true;
-    if (w.races.access(actor, access, address, bytes, place, w.misuse, sizeof(w.misuse))) return true;
+    if (w.races.access(actor, access, address, bytes, place, w.misuse, sizeof(w.misuse)))
+        return true;
     w.failure = {Fault::kRace, place};
     w.failure.fiber = static_cast<int>(actor.fiber);
     return false;

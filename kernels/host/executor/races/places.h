@@ -8,7 +8,9 @@ namespace {
 
 // A plain access has an instruction's offset into the kernel's library instead of a line, and the
 // caller of cuflash_launch finds the line; see Text::add_place.
-Place place_of_instruction(uintptr_t offset) { return {nullptr, nullptr, static_cast<int>(offset)}; }
+Place place_of_instruction(uintptr_t offset) {
+    return {nullptr, nullptr, static_cast<int>(offset)};
+}
 
 constexpr uint32_t kMaxPlaces = 1 << 14;
 constexpr Source kPlaceBit = Source{1} << 31;

@@ -3,8 +3,8 @@
 // since. A piece is a line of 16 bytes until a part of it is accessed alone; then it has four parts
 // of 4 bytes, and such a part in turn four of one byte. A write of the whole makes it one again.
 //
-// A read is kept until somebody writes who comes after it, or until another read comes after it: who
-// comes after that one comes after both. The reads of a warp at the same time are one entry.
+// A read is kept until somebody writes who comes after it, or until another read comes after it:
+// who comes after that one comes after both. The reads of a warp at the same time are one entry.
 #pragma once
 #include "host/executor/races/clocks.h"
 
@@ -32,18 +32,16 @@ unsigned int block_of(Stamp stamp) {
 unsigned int slot_of(Stamp stamp) {
     return static_cast<unsigned int>(stamp >> (1 + kTimeBits)) & ((1u << kSlotBits) - 1);
 }
-Time time_of(Stamp stamp) {
-    return static_cast<Time>(stamp >> 1) & ((Time{1} << kTimeBits) - 1);
-}
+Time time_of(Stamp stamp) { return static_cast<Time>(stamp >> 1) & ((Time{1} << kTimeBits) - 1); }
 
 // Where in the source: an instruction, as an offset into the kernel's library, or a known Place.
 using Source = uint32_t;
 
 // Accesses of slots of one group, at the same time.
 struct Entry {
-    Stamp stamp;         // of the group's first slot
-    uint32_t lanes;      // 0: no entry
-    Source source;       // of one of them
+    Stamp stamp;     // of the group's first slot
+    uint32_t lanes;  // 0: no entry
+    Source source;   // of one of them
 };
 
 struct Record {
@@ -51,7 +49,7 @@ struct Record {
     Source written_source;
     uint32_t parts;  // number of four, or 0
     Entry first;
-    uint32_t more;   // number of a further entry, or 0
+    uint32_t more;  // number of a further entry, or 0
     uint32_t unused;
 };
 
@@ -67,9 +65,9 @@ struct Parts {
 // What a thread, or all threads of a warp, know.
 struct View {
     unsigned int block;
-    unsigned int first, count;      // their own slots
-    unsigned int first_engine;      // and those of their cp.async, which
-    const Time* copied;             // are known up to these times
+    unsigned int first, count;  // their own slots
+    unsigned int first_engine;  // and those of their cp.async, which
+    const Time* copied;         // are known up to these times
     const Times* times;
     const Foreign* foreign;
 
