@@ -196,14 +196,9 @@ void start_block(Worker& w, Block& block, unsigned int index) {
         fiber.groups[0] = fiber.groups[1] = 0;
         fiber.proxy_fences = 0;
         fiber.thread = thread_of_stack(stack);
-        *fiber.thread = {{&kNowhere, &kNowhere},
-                         &kExecutor,
-                         block.shared,
-                         launch.shared_bytes,
-                         {i, 0, 0},
-                         {index, 0, 0},
-                         {threads, 1, 1},
-                         {launch.grid, 1, 1}};
+        *fiber.thread = {{&kNowhere, &kNowhere}, &kExecutor,         block.shared,
+                         launch.shared_bytes,    {i, 0, 0},          {index, 0, 0},
+                         {threads, 1, 1},        {launch.grid, 1, 1}};
         prepare_context(&fiber.context, stack + w.page, reinterpret_cast<uintptr_t>(fiber.thread),
                         run_thread);
         make_ready(w, number);
@@ -271,7 +266,8 @@ bool provide_memory(Worker& w) {
         }
     }
     return provide_stacks(w, w.resident * w.warps * kWarpSize) &&
-           provide_params(w, launch.params, launch.params_bytes) && w.races.start_launch(launch, w.resident);
+           provide_params(w, launch.params, launch.params_bytes) &&
+           w.races.start_launch(launch, w.resident);
 }
 
 }  // namespace

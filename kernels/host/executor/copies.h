@@ -10,8 +10,8 @@
 namespace host {
 namespace {
 
-constexpr unsigned char kPoison = 0xff;   // NaN in every floating-point type
-constexpr uint32_t kFloat32Type = 7;  // CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+constexpr unsigned char kPoison = 0xff;  // NaN in every floating-point type
+constexpr uint32_t kFloat32Type = 7;     // CU_TENSOR_MAP_DATA_TYPE_FLOAT32
 
 // The range that holds these bytes and permits the access, or null.
 const Range* look_up_range(const Launch& launch, Access access, uintptr_t address, size_t bytes) {
@@ -26,8 +26,14 @@ const Range* look_up_range(const Launch& launch, Access access, uintptr_t addres
 }
 
 // Notes a failure and returns false if these bytes of shared memory are not the block's.
-bool check_shared(Worker& w, const Block& block, Access access, const void* pointer, size_t bytes,
-                  size_t alignment, Place place, int fiber) {
+bool check_shared(Worker& w,
+                  const Block& block,
+                  Access access,
+                  const void* pointer,
+                  size_t bytes,
+                  size_t alignment,
+                  Place place,
+                  int fiber) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
     if (is_shared(w, block, address, bytes) && address % alignment == 0) return true;
     note(w, {Fault::kSharedAccess, place, 0, access, address, bytes, alignment});
@@ -35,8 +41,13 @@ bool check_shared(Worker& w, const Block& block, Access access, const void* poin
     return false;
 }
 
-bool check_global(Worker& w, Access access, uintptr_t address, size_t bytes, size_t alignment,
-                  Place place, int fiber) {
+bool check_global(Worker& w,
+                  Access access,
+                  uintptr_t address,
+                  size_t bytes,
+                  size_t alignment,
+                  Place place,
+                  int fiber) {
     if (address % alignment == 0 && look_up_range(*w.launch, access, address, bytes)) return true;
     note(w, {Fault::kAccess, place, 0, access, address, bytes, alignment});
     w.failure.fiber = fiber;
@@ -76,9 +87,8 @@ void cp_async(Place place, void* shared, const void* global, int bytes, bool val
     fiber.last_copy = copy;
     memset(shared, kPoison, size);
     if (!w.races.on()) return;
-    const Actor actor =
-        w.races.engine(static_cast<unsigned int>(w.running), Engine::kCpAsync, thread_of(fiber),
-                       time_of_group(copy->group));
+    const Actor actor = w.races.engine(static_cast<unsigned int>(w.running), Engine::kCpAsync,
+                                       thread_of(fiber), time_of_group(copy->group));
     const Source here = w.races.source(place);
     if (valid) watch(w, actor, Access::kLoad, source, size, here);
     watch(w, actor, Access::kStore, reinterpret_cast<uintptr_t>(shared), size, here);
@@ -246,10 +256,10 @@ void watch_copy(Worker& w, const Copy& copy, const MBarrier* barrier) {
     const bool load = copy.call.kind == BulkCopy::kLoad;
     const Time time = time_of_group(load ? barrier->phase : copy.group);
     const unsigned int index = load ? number_of(*copy.block, *barrier) : thread;
-    const Actor reader = w.races.engine(fiber, load ? Engine::kBulkLoad : Engine::kBulkRead, index,
-                                        time);
-    const Actor writer = w.races.engine(fiber, load ? Engine::kBulkLoad : Engine::kBulkWrite, index,
-                                        time);
+    const Actor reader =
+        w.races.engine(fiber, load ? Engine::kBulkLoad : Engine::kBulkRead, index, time);
+    const Actor writer =
+        w.races.engine(fiber, load ? Engine::kBulkLoad : Engine::kBulkWrite, index, time);
     const Access write = copy.call.kind == BulkCopy::kAdd ? Access::kAtomic : Access::kStore;
     const Source source = w.races.source(copy.place);
     for_each_part(copy, [&](const Part& part) {
@@ -306,8 +316,8 @@ void bulk_copy(Place place, const BulkCopy& call) {
             stop(w);
         }
     }
-    if (!check_shared(w, block, load ? Access::kStore : Access::kLoad, call.shared, bytes, alignment,
-                      place, w.running)) {
+    if (!check_shared(w, block, load ? Access::kStore : Access::kLoad, call.shared, bytes,
+                      alignment, place, w.running)) {
         stop(w);
     }
     MBarrier* barrier = nullptr;
@@ -316,8 +326,10 @@ void bulk_copy(Place place, const BulkCopy& call) {
         if (!barrier) stop(w);
         check_initialised(w, *barrier, place);
         if (!barrier->fenced) {
-            HOST_MISUSE(w, place, "the mbarrier at shared+%u was initialised without "
-                        "fence_mbarrier_init()", shared_offset(block, barrier->address));
+            HOST_MISUSE(w, place,
+                        "the mbarrier at shared+%u was initialised without "
+                        "fence_mbarrier_init()",
+                        shared_offset(block, barrier->address));
         }
     }
     Copies& all = *w.copies;

@@ -115,20 +115,25 @@ void mbarrier_arrive(Place place, void* pointer, int bytes) {
     if (!barrier) stop(w);
     check_initialised(w, *barrier, place);
     if (bytes < 0 || barrier->bytes + bytes > kMaxBytes) {
-        HOST_MISUSE(w, place, "%d bytes are announced to an mbarrier that misses %lld; it can count "
-                    "%lld", bytes, static_cast<long long>(barrier->bytes),
+        HOST_MISUSE(w, place,
+                    "%d bytes are announced to an mbarrier that misses %lld; it can count "
+                    "%lld",
+                    bytes, static_cast<long long>(barrier->bytes),
                     static_cast<long long>(kMaxBytes));
     }
     if (barrier->missing == 0) {
-        HOST_MISUSE(w, place, "one arrival too many: the phase of the mbarrier at shared+%u takes %d",
+        HOST_MISUSE(w, place,
+                    "one arrival too many: the phase of the mbarrier at shared+%u takes %d",
                     shared_offset(block, barrier->address), barrier->count);
     }
     if (w.races.on()) w.races.release(static_cast<unsigned int>(w.running), barrier->arriving);
     barrier->bytes += bytes;
     --barrier->missing;
     if (barrier->missing == 0 && barrier->bytes < 0) {
-        HOST_MISUSE(w, place, "%lld bytes more than are announced have come to the mbarrier at "
-                    "shared+%u", static_cast<long long>(-barrier->bytes),
+        HOST_MISUSE(w, place,
+                    "%lld bytes more than are announced have come to the mbarrier at "
+                    "shared+%u",
+                    static_cast<long long>(-barrier->bytes),
                     shared_offset(block, barrier->address));
     }
     look_at_phase(w, block, *barrier);
@@ -136,13 +141,14 @@ void mbarrier_arrive(Place place, void* pointer, int bytes) {
 }
 
 // A copy has brought bytes. The barrier may hear of them before it hears that they come.
-void complete_bytes(Worker& w, Block& block, MBarrier& barrier, int64_t bytes, Place place,
-                    int fiber) {
+void complete_bytes(
+    Worker& w, Block& block, MBarrier& barrier, int64_t bytes, Place place, int fiber) {
     barrier.bytes -= bytes;
     if (barrier.bytes < 0 && (barrier.missing == 0 || barrier.bytes < -kMaxBytes)) {
-        note_misuse(w, place, fiber, "%lld bytes more than were announced to the mbarrier at "
-                    "shared+%u", static_cast<long long>(-barrier.bytes),
-                    shared_offset(block, barrier.address));
+        note_misuse(w, place, fiber,
+                    "%lld bytes more than were announced to the mbarrier at "
+                    "shared+%u",
+                    static_cast<long long>(-barrier.bytes), shared_offset(block, barrier.address));
         return;
     }
     look_at_phase(w, block, barrier);

@@ -61,10 +61,11 @@ void add_missing(Text& text, const Worker& w, const Block& block, unsigned int i
         for (unsigned int i = 0; i < block.mbarrier_count; ++i) {
             const MBarrier& barrier = block.mbarriers[i];
             if (barrier.address != fiber.address) continue;
-            text.add(" (mbarrier at shared+%u, parity %d, in phase %u with %d of %d arrivals and "
-                     "%lld bytes missing",
-                     shared_offset(block, barrier.address), fiber.wanted, barrier.phase,
-                     barrier.missing, barrier.count, static_cast<long long>(barrier.bytes));
+            text.add(
+                " (mbarrier at shared+%u, parity %d, in phase %u with %d of %d arrivals and "
+                "%lld bytes missing",
+                shared_offset(block, barrier.address), fiber.wanted, barrier.phase, barrier.missing,
+                barrier.count, static_cast<long long>(barrier.bytes));
             if (barrier.missing == 0) text.add("; no copy will bring them");
             text.add(")");
         }

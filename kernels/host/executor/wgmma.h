@@ -12,8 +12,8 @@
 namespace host {
 namespace {
 
-const char* fetch_shared(Worker& w, Block& block, uint32_t offset, size_t bytes, Place place,
-                         int fiber) {
+const char* fetch_shared(
+    Worker& w, Block& block, uint32_t offset, size_t bytes, Place place, int fiber) {
     static const char nothing[128] = {};
     const unsigned char* const pointer = block.shared + offset;
     if (!check_shared(w, block, Access::kLoad, pointer, bytes, bytes, place, fiber)) return nothing;
@@ -27,8 +27,12 @@ struct MatrixRows {
     void* row;
 };
 
-void check_rows(Worker& w, const Fiber* fibers, const MatrixRows* const* lanes, int count,
-                Access access, Place place) {
+void check_rows(Worker& w,
+                const Fiber* fibers,
+                const MatrixRows* const* lanes,
+                int count,
+                Access access,
+                Place place) {
     for (int lane = 0; lane < 8 * count; ++lane) {
         const int fiber = static_cast<int>(&fibers[lane] - w.fibers);
         const uintptr_t address = reinterpret_cast<uintptr_t>(lanes[lane]->row);
@@ -101,7 +105,8 @@ void mma_sync(
 
 constexpr unsigned int kWarpsInGroup = 4;
 constexpr int kMaxAccumulators = kMaxColumns / 2;
-// A signalling NaN: arithmetic makes it a quiet one, so that accumulators which were touched differ.
+// A signalling NaN: arithmetic makes it a quiet one, so that accumulators which were touched
+// differ.
 constexpr uint32_t kAccumulatorPoison = 0xffbfffff;
 
 // A product of one warp under way.
@@ -110,8 +115,8 @@ struct Wgmma {
     WgmmaCall call;  // of lane 0
     Place place;
     unsigned int group;
-    int fiber;    // of lane 0
-    Actor actor;  // as it is issued
+    int fiber;       // of lane 0
+    Actor actor;     // as it is issued
     bool continues;  // adds to what an earlier product under way leaves in the accumulators
     bool computed;   // at its issue: `product` is there
     float* d[kWarpSize];
@@ -127,8 +132,7 @@ void gather_operands(Worker& w, const Wgmma& it, Proxy proxy, float* a, float* b
     const bool watched = w.races.on() && proxy == Proxy::kRead;
     const Source source = watched ? w.races.source(it.place) : 0;
     const auto fetch = [&](uint32_t offset) -> const void* {
-        const void* const piece =
-            fetch_shared(w, block, offset, kPieceBytes, it.place, it.fiber);
+        const void* const piece = fetch_shared(w, block, offset, kPieceBytes, it.place, it.fiber);
         const uintptr_t address = reinterpret_cast<uintptr_t>(block.shared + offset);
         if (watched) watch(w, it.actor, Access::kLoad, address, kPieceBytes, source);
         check_proxy(w, block, it.fiber, proxy, address, kPieceBytes, it.place);
@@ -139,8 +143,9 @@ void gather_operands(Worker& w, const Wgmma& it, Proxy proxy, float* a, float* b
         gather_a<T>(it.a, a);
     } else {
         const unsigned int warp = thread_of(w.fibers[it.fiber]) / kWarpSize % kWarpsInGroup;
-        gather_a<T>(decode_descriptor(call.a_descriptor), call.a_transposed ? Major::kMn : Major::kK,
-                    static_cast<int>(warp) * kSlab, kSlab, fetch, a);
+        gather_a<T>(decode_descriptor(call.a_descriptor),
+                    call.a_transposed ? Major::kMn : Major::kK, static_cast<int>(warp) * kSlab,
+                    kSlab, fetch, a);
     }
     gather_b<T>(decode_descriptor(call.b_descriptor), call.b_transposed ? Major::kMn : Major::kK,
                 call.n, fetch, b);
@@ -201,7 +206,8 @@ void check_wgmma(Worker& w, Place place, const Fiber* fibers, const WgmmaCall* c
         return note_misuse(w, place, -1, "needs a warpgroup of 128 threads");
     }
     if (!warp.fenced) {
-        return note_misuse(w, place, -1, "needs wgmma_fence() before it: registers may have changed");
+        return note_misuse(w, place, -1,
+                           "needs wgmma_fence() before it: registers may have changed");
     }
     const uint64_t mark = mark_of(call);
     for (int i = 1; i < kWarpSize; ++i) {
@@ -252,7 +258,8 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         warp.last_product = it;
         ++warp.products;
         if (w.races.on()) {
-            it->actor = w.races.product(static_cast<unsigned int>(it->fiber), time_of_group(it->group));
+            it->actor =
+                w.races.product(static_cast<unsigned int>(it->fiber), time_of_group(it->group));
         }
         if (w.schedule.choose(2)) {
             compute_product(w, *it, Proxy::kRead);
