@@ -456,6 +456,7 @@ class Races {
         Self& self = s.selves[fiber];
         Times* const times = s.clocks.copy(*self.times);
         publish(s, fiber, *times);
+        settle(*times);
         Foreign* all = s.clocks.make_foreign(s.selves[fiber].home->index, times);
         s.clocks.join(all, self.foreign);
         return all;
