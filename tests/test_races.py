@@ -22,7 +22,8 @@ needs_zig = pytest.mark.skipif(not find_spec("ziglang"), reason="the package zig
 SEEDS = range(7)
 WAYS = (
     "reduction", "transposition", "warps", "named", "bulk loads", "double buffer", "product",
-    "in turn", "last block", "blocks", "bulk stores", "atomics", "bytes", "mistakes",
+    "in turn", "last block", "blocks", "bulk stores", "atomics", "bytes", "flag",
+    "mistakes",
 )  # fmt: skip
 #: What a bug is reported as, with the names of lines in braces; two: a race between them.
 BUGS = {
@@ -55,6 +56,9 @@ BUGS = {
     ("atomics", 1): ("{add}", "{write}"),
     ("atomics", 2): ("{add}", "{read}"),
     ("bytes", 1): ("{one}", "{two}"),
+    ("flag", 1): ("{write}", "{write}"),
+    ("flag", 2): ("{write}", "{read}"),
+    ("flag", 3): ("{write}", "{read}"),
     ("mistakes", 1): ("which nobody wrote since the block began", "{unwritten}"),
     ("mistakes", 2): ("access to the stack of thread 0", "{stack}"),
     ("mistakes", 3): ("access 0 bytes past the end of dynamic shared memory", "{shared}"),
@@ -121,6 +125,30 @@ def test_zig(build: Builder) -> None:
         run(kernel, way, 0, 3)
     for bug in [("transposition", 2), ("double buffer", 1), ("product", 2), ("mistakes", 5)]:
         check(kernel, *bug, 3)
+
+
+def test_too_many_blocks(kernel: host.HostKernel) -> None:
+    with pytest.raises(host.KernelFault, match="a grid of 8388609 blocks is too large to look for"):
+        run(kernel, "flag", 0, 0, grid=2**23 + 1)
+
+
+def test_too_many_addresses(build: Builder) -> None:
+    runtime = build.runtime(text="#define CUFLASH_MAX_SIGNALS 4\n")
+    kernel = build.kernel("steps", runtime=runtime, instrumented=True)
+    for count in (3, 4):
+        program = Program(np.random.default_rng(0))
+        for semaphore in range(count):
+            program.add(0, semaphore, ADD, semaphore)
+        if count == 3:
+            program.run(kernel, 0)
+        else:
+            with pytest.raises(host.KernelFault, match=r"semaphore_add, .* more than 3 addresses"):
+                program.run(kernel, 0)
+    runtime = build.runtime(text="#define CUFLASH_MAX_SIGNALS 2\n")
+    kernel = build.kernel("races", runtime=runtime, instrumented=True)
+    run(kernel, "flag", 0, 0)
+    with pytest.raises(host.KernelFault, match=r"atomic\w+, .* more than 1 addresses"):
+        run(kernel, "flag", 0, 1)
 
 
 def test_libraries_stay_apart(build: Builder) -> None:

@@ -26,6 +26,7 @@ struct alignas(1024) Smem {
     hw::float16 b[8 * 64];
     hw::MBarrier full[2], empty[2];
     float* pointer;
+    int flag;
 };
 
 __device__ void reduction(const Params& p, Smem& smem) {
@@ -273,6 +274,23 @@ __device__ void bytes(const Params& p, Smem& smem) {
     smem.bytes[127 - thread] = 2;
 }
 
+// A flag in shared memory is not that of the block before, at the same address.
+__device__ void flag(const Params& p, Smem& smem) {
+    float* const mine = p.out + (p.bug == 1 ? 0 : blockIdx.x);
+    if (threadIdx.x == 0) {
+        atomicExch(&smem.flag, 0);
+        __threadfence();
+        hw::store(mine, 1.0f);  // flag: write
+        if (p.bug != 2) __threadfence();
+        atomicExch(&smem.flag, 1);
+    } else if (threadIdx.x == 64 && p.bug != 1) {
+        while (atomicAdd(&smem.flag, 0) != 1) {
+        }
+        if (p.bug != 3) __threadfence();
+        hw::store(p.out + 64 + blockIdx.x, hw::load(mine));  // flag: read
+    }
+}
+
 // Not races.
 __device__ void mistakes(const Params& p, Smem& smem) {
     const int thread = threadIdx.x;
@@ -304,7 +322,8 @@ __device__ void mistakes(const Params& p, Smem& smem) {
 extern "C" __global__ void races(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
     constexpr void (*kWays[])(const Params&, Smem&) = {
-        reduction, transposition, warps,  named,       bulk_loads, double_buffer, product,
-        in_turn,   last_block,    blocks, bulk_stores, atomics,    bytes,         mistakes};
+        reduction,     transposition, warps,   named,      bulk_loads,
+        double_buffer, product,       in_turn, last_block, blocks,
+        bulk_stores,   atomics,       bytes,   flag,       mistakes};
     kWays[p.way](p, smem);
 }
