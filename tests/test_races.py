@@ -22,8 +22,8 @@ needs_zig = pytest.mark.skipif(not find_spec("ziglang"), reason="the package zig
 SEEDS = range(7)
 WAYS = (
     "reduction", "transposition", "warps", "named", "bulk loads", "double buffer", "product",
-    "in turn", "last block", "blocks", "bulk stores", "atomics", "bytes", "flag",
-    "mistakes",
+    "in turn", "last block", "blocks", "bulk stores", "atomics", "bytes", "library",
+    "flag", "mistakes",
 )  # fmt: skip
 #: What a bug is reported as, with the names of lines in braces; two: a race between them.
 BUGS = {
@@ -56,6 +56,8 @@ BUGS = {
     ("atomics", 1): ("{add}", "{write}"),
     ("atomics", 2): ("{add}", "{read}"),
     ("bytes", 1): ("{one}", "{two}"),
+    ("library", 1): ("{set}", "{copy}"),
+    ("library", 2): ("{copy}", "{move}"),
     ("flag", 1): ("{write}", "{write}"),
     ("flag", 2): ("{write}", "{read}"),
     ("flag", 3): ("{write}", "{read}"),
@@ -64,6 +66,7 @@ BUGS = {
     ("mistakes", 3): ("access 0 bytes past the end of dynamic shared memory", "{shared}"),
     ("mistakes", 4): ("out (16384 bytes from", "reaches 4 bytes past its end", "{global}"),
     ("mistakes", 5): ("write to x, which is read-only", "{read-only}"),
+    ("mistakes", 6): ("in the kernel's library or parameters, which are read-only", "{table}"),
 }  # fmt: skip
 SMEM_BYTES = 3 * 4096
 
@@ -123,7 +126,8 @@ def test_zig(build: Builder) -> None:
     kernel = build.kernel("races", compiler=zig, instrumented=True)
     for way in WAYS:
         run(kernel, way, 0, 3)
-    for bug in [("transposition", 2), ("double buffer", 1), ("product", 2), ("mistakes", 5)]:
+    bugs = [("transposition", 2), ("double buffer", 1), ("product", 2), ("library", 2)]
+    for bug in [*bugs, ("mistakes", 5), ("mistakes", 6)]:
         check(kernel, *bug, 3)
 
 
