@@ -249,7 +249,7 @@ class Program:
         for _ in range(rounds):
             for _ in range(random.integers(1, 4)):
                 self.access()
-            random.choice(ways)()
+            ways[int(random.integers(len(ways)))]()
 
     @classmethod
     def far_apart(cls, random: np.random.Generator) -> Program:
