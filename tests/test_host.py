@@ -9,19 +9,16 @@ import struct
 import subprocess
 import sys
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from builder import KERNELS, ROOT, Builder, buffers, kernel_text
+from builder import KERNELS, ROOT, Builder, buffers, kernel_text, needs_zig
 
 from cuflash import host
 
 SEEDS = range(7)
-
-needs_zig = pytest.mark.skipif(not find_spec("ziglang"), reason="the package ziglang is missing")
 
 
 # --- right kernels -------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
+from builder import needs_zig
 from hypothesis import given, settings
 
 from cuflash import host, tensormap
@@ -592,7 +592,7 @@ def test_the_driver_takes_every_kind_of_map() -> None:
 # --- Compilers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not find_spec("ziglang"), reason="the package ziglang is missing")
+@needs_zig
 def test_zig(tmp_path: Path, golden: dict[str, np.ndarray]) -> None:
     shim = compile_shim(host.probe((sys.executable, "-m", "ziglang", "c++")), tmp_path)
     for n in (64, 128):

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tally
-from builder import INSTRUMENTED, KERNELS, Builder, aligned, buffers, pack, tensor_map
+from builder import KERNELS, Builder, aligned, buffers, pack, tensor_map
 
 from cuflash.host import HostKernel, KernelFault
 
@@ -307,7 +307,7 @@ FAULTS = {
 #: What the instrumented build says of accesses that nothing orders.
 RACES = ("race", "which nobody wrote since the block began")
 CASES = [(source, fault) for source, faults in FAULTS.items() for fault in faults]
-BUILDS = (False, True) if INSTRUMENTED else (False,)
+BUILDS = (False, True)  # plain, instrumented
 
 
 def sight(build: Builder, source: str, fault: str, seed: int, instrumented: bool) -> str:
@@ -341,8 +341,7 @@ def test_faults_are_found(build: Builder, source: str, fault: Fault) -> None:
     shows = " or ".join(sorted({NUMBERS if s == NUMBERS else "report" for s in fault.shows}))
     tally.planted(source, fault.name, fault.what, shows, *counts)
     assert counts[0] >= 1
-    if INSTRUMENTED:
-        assert counts[1] == len(SEEDS)
+    assert counts[1] == len(SEEDS)
 
 
 def test_every_fault_is_in_the_table() -> None:

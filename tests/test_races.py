@@ -7,17 +7,14 @@ import re
 import struct
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
-from builder import KERNELS, Builder, aligned, buffers, kernel_text, pack
+from builder import KERNELS, Builder, aligned, buffers, kernel_text, needs_zig, pack
 
 import cuflash
 from cuflash import host
-
-needs_zig = pytest.mark.skipif(not find_spec("ziglang"), reason="the package ziglang is missing")
 
 SEEDS = range(7)
 WAYS = (

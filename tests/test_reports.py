@@ -945,7 +945,7 @@ COVERED = {
     "V2": "test_gpu.py: arrays in several places are an error",
     "V3": "test_api.py: threads that make the first call at once",
     "V5": "test_gpu.py: the current stream is used and nobody waits",
-    "V7": "test_gpu.py: captured calls can be replayed (packed sequences: later)",
+    "V7": "test_gpu.py: captured calls can be replayed, packed ones too",
     "W2": "test_problem.py: heads that do not divide",
     "W3": "test_problem.py: windows below -1",
 }

@@ -203,19 +203,4 @@ void mma(const uint32_t* const* a,
     accumulate(product, 8, c, d);
 }
 
-// Room for one wgmma; too much for the stack of a fiber.
-struct Workspace {
-    float a[4 * kSlab * kDepth], b[kMaxColumns * kDepth], product[kSlab * kMaxColumns];
-};
-
-// wgmma m64nNk16 for the four warps, once `room` holds the operands: d[thread][0 to n / 2 - 1], to
-// which the product is added, or which it replaces.
-inline void wgmma(Workspace& room, int n, bool add, float* const* d) {
-    for (int warp = 0; warp < 4; ++warp) {
-        float* const* const mine = d + 32 * warp;
-        multiply(room.a + warp * kSlab * kDepth, room.b, n, room.product);
-        accumulate(room.product, n, add ? mine : nullptr, mine);
-    }
-}
-
 }  // namespace host
