@@ -115,16 +115,15 @@ _NO_HEADS = (0,) * 3
 
 
 def _tensor(x: View | Form, layout: Layout, group: int) -> tuple[int, ...]:
-    """Return struct Tensor: address, strides in elements, and whether vectors can be moved."""
+    """Return struct Tensor: address, strides in elements, and the bytes that can move at once."""
     strides, size, address = x.strides, x.itemsize, x.address
     batch = 0 if layout.batch is None else strides[layout.batch]
     seq, head, dim = strides[layout.seq], strides[layout.heads], strides[layout.dim]
-    vectors = (
-        dim == size
-        and x.shape[layout.dim] % group == 0
-        and not (address | batch | seq | head) % (group * size)
-    )
-    return address, batch // size, seq // size, head // size, dim // size, vectors
+    aligned = 0
+    if dim == size:
+        bits = address | batch | seq | head | x.shape[layout.dim] * size
+        aligned = next((n for n in (16, 8) if n >= group * size and not bits % n), 0)
+    return address, batch // size, seq // size, head // size, dim // size, aligned
 
 
 def _rows(x: View | Form) -> tuple[int, ...]:
