@@ -16,6 +16,7 @@
 // leave no spills.
 #include "attention/params.cuh"
 #include "hw/memory.cuh"
+#include "hw/sync.cuh"
 #include "parts/fragment.cuh"
 #include "parts/score.cuh"
 #include "parts/softmax_lazy.cuh"
@@ -25,6 +26,7 @@ constexpr int kSlabs = plan::kTileQ / (fragment::kSlab * plan::kWarps);
 constexpr int kKeys8 = plan::kTileKv / 8;  // columns of a fragment of scores
 constexpr int kCols8 = plan::kDimV / 8;    // and of results
 constexpr int kRows = 2 * kSlabs;          // that a lane has elements of
+constexpr int kRowsOfWarp = fragment::kSlab * kSlabs;
 
 // Options that make a score more than scale * product. Without them scores stay in units of
 // products, and the scale is part of the exponential's factor.
@@ -39,60 +41,93 @@ static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
 using LazyRow = softmax::LazyRow;
 
-// Scores of a tile, from products; bit 4 n + i of seen[s] says whether element i of fragment n is
-// visible.
-__device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
-                                              uint64 (&seen)[kSlabs],
-                                              const Scores& score,
-                                              int32 query,
-                                              int32 key,
-                                              bool hides) {
-    if (!kScored && !hides) return;
+// Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of. `query` and `key`
+// are the first of the warp's rows and of the tile.
+template <class Visit>
+__device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visit visit) {
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
-        seen[slab] = 0;
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int32 row = query + fragment::kSlab * slab + fragment::row_of(i);
-                const int32 col = key + 8 * n + fragment::col_of(i);
-                bool visible;
-                if constexpr (kScored) {
-                    const Score found = score.at(s[slab][n][i], row, col, hides);
-                    s[slab][n][i] = found.value;
-                    visible = found.seen;
-                } else {
-                    visible = score.visible(row, col);
-                    if (!visible) s[slab][n][i] = -softmax::infinity<float>();
-                }
-                if (visible) seen[slab] |= uint64{1} << (4 * n + i);
+                visit(slab, n, i, query + fragment::kSlab * slab + fragment::row_of(i),
+                      key + 8 * n + fragment::col_of(i));
             }
         }
     }
 }
 
+// Products become scores.
+__device__ __forceinline__ void finish_scores(
+    float (&s)[kSlabs][kKeys8][4], const Scores& score, int32 query, int32 key, bool hides) {
+    if (!kScored && score.scale < 0.0f) {
+        for_each_pair(0, 0, [&](int slab, int n, int i, int32, int32) {
+            s[slab][n][i] = -s[slab][n][i];
+        });
+    }
+    if (kScored || hides) {
+        for_each_pair(query, key, [&](int slab, int n, int i, int32 row, int32 col) {
+            float& x = s[slab][n][i];
+            if constexpr (kScored) {
+                x = score.at(x, row, col, hides).value;
+            } else {
+                if (!score.visible(row, col)) x = -softmax::infinity<float>();
+            }
+        });
+    }
+}
+
+// Which of these pairs are visible: bit 4 n + i of seen[slab]. Rare, so that it is to be short.
+__device__ __forceinline__ void look(uint64 (&seen)[kSlabs],
+                                     const Scores& score,
+                                     int32 query,
+                                     int32 key) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+        seen[slab] = 0;
+#pragma unroll 1
+        for (int bit = 0; bit < 4 * kKeys8; ++bit) {
+            const int32 row = query + fragment::kSlab * slab + fragment::row_of(bit % 4);
+            const int32 col = key + bit / 4 * 8 + fragment::col_of(bit % 4);
+            if (score.visible(row, col)) seen[slab] |= uint64{1} << bit;
+        }
+    }
+}
+
 // Move the references of rows that have outgrown them, and rescale what was summed up.
+//
+// Whether one has is asked of the scores' bits as integers: the order of positive numbers is the
+// same, negative ones are below all of them, and three of them are compared at once. For a limit
+// below 0, which says nothing then, the answer is yes.
 __device__ __forceinline__ void raise(LazyRow (&rows)[kRows],
                                       float (&out)[kSlabs][kCols8][4],
                                       const float (&s)[kSlabs][kKeys8][4],
-                                      float factor) {
-    float largest[kRows];
+                                      float factor,
+                                      float headroom) {
     bool grows = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        largest[r] = -softmax::infinity<float>();
+        int largest = -1;
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
-            largest[r] = softmax::larger(
-                largest[r], softmax::larger(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
+            const float(&x)[4] = s[r / 2][n];
+            largest = hw::max3(largest, __float_as_int(x[r % 2 * 2]),
+                               __float_as_int(x[r % 2 * 2 + 1]));
         }
-        grows = grows || largest[r] > rows[r].limit;
+        const float limit = rows[r].limit(headroom);
+        grows = grows || limit < 0.0f || largest > __float_as_int(limit);
     }
     if (!__any_sync(0xffffffffu, grows)) return;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const float scale = rows[r].raise(softmax::row_max<4>(largest[r]), factor);
+        float largest = -softmax::infinity<float>();
+#pragma unroll
+        for (int n = 0; n < kKeys8; ++n) {
+            const float(&x)[4] = s[r / 2][n];
+            largest = softmax::larger(largest, softmax::larger(x[r % 2 * 2], x[r % 2 * 2 + 1]));
+        }
+        const float scale = rows[r].raise(softmax::row_max<4>(largest), factor);
 #pragma unroll
         for (int n = 0; n < kCols8; ++n) {
             out[r / 2][n][r % 2 * 2] *= scale;
@@ -110,12 +145,13 @@ __device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
                                              float factor) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+        const float shift = rows[r].shift(factor);
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float& x = s[r / 2][n][r % 2 * 2 + i];
-                x = rows[r].exponential(x, factor);
+                x = hw::exp2_approx(fmaf(x, factor, -shift));
                 rows[r].sum += x;
                 if constexpr (plan::kDropout) {
                     x = score.survives(x, randoms[r], key + 8 * n + fragment::col_of(i));
@@ -129,6 +165,7 @@ __device__ __forceinline__ void write_results(const Params& p,
                                               const Work& work,
                                               const Scores& score,
                                               int32 query,
+                                              float factor,
                                               LazyRow (&rows)[kRows],
                                               const float (&out)[kSlabs][kCols8][4]) {
     const Matrix to = query_matrix(p.out, work.entry, work.head, p.head_dim_v);
@@ -140,7 +177,7 @@ __device__ __forceinline__ void write_results(const Params& p,
         if (row >= to.rows) continue;
         if (p.lse.data && fragment::lane() % 4 == 0) {
             const Vector lse = vector(p.lse, work.entry, work.head);
-            hw::store(lse.at(row), rows[r].log_sum_exp(total));
+            hw::store(lse.at(row), rows[r].log_sum_exp(total, factor));
         }
         Element* const at = to.data + row * to.stride_row;
 #pragma unroll
@@ -170,10 +207,11 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     const Matrix gK = key_matrix(p.k, entry, head_kv, p.head_dim);
     const Matrix gV = key_matrix(p.v, entry, head_kv, p.head_dim_v);
     const int32 first_query = work.tile * plan::kTileQ;
-    const int warp_row = static_cast<int>(threadIdx.x) / 32 * (fragment::kSlab * kSlabs);
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp;
     const int32 query = first_query + warp_row;
     const TileRange keys = score.band.key_tiles(first_query, plan::kTileQ, plan::kTileKv);
     const float factor = kScored ? softmax::kLog2e : score.power_of_two();
+    const float headroom = softmax::kHeadroom / factor;
 
     LazyRow rows[kRows];
     Scores::Row randoms[kRows];
@@ -201,7 +239,7 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         const int32 key = tile * plan::kTileKv;
         const bool block_hides = score.hides(first_query, plan::kTileQ, key, plan::kTileKv);
         const bool hides =
-            block_hides && score.hides(query, fragment::kSlab * kSlabs, key, plan::kTileKv);
+            block_hides && score.hides(query, kRowsOfWarp, key, plan::kTileKv);
         hw::cp_async_wait<0>();
         __syncthreads();
         fragment::copy<plan::kThreads>(smem.v, gV, key);
@@ -210,7 +248,6 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         float s[kSlabs][kKeys8][4];
         fragment::clear(s);
         fragment::add_a_bt(s, smem.q, warp_row, smem.k);
-        if (!kScored && score.scale < 0.0f) fragment::negate(s);
 
         hw::cp_async_wait<0>();
         bool careful = false;
@@ -222,12 +259,12 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         if (tile + 1 < keys.last) fragment::copy<plan::kThreads>(smem.k, gK, key + plan::kTileKv);
         hw::cp_async_commit();
 
-        uint64 seen[kSlabs];
-        finish_scores(s, seen, score, query, key, hides);
-        raise(rows, out, s, factor);
+        finish_scores(s, score, query, key, hides);
+        raise(rows, out, s, factor, headroom);
         exponentials(s, rows, score, randoms, key, factor);
         if (careful) {
-            if (!kScored && !hides) fragment::see_all(seen);
+            uint64 seen[kSlabs];
+            look(seen, score, query, key);
             fragment::add_special(out, seen, smem.v);
             __syncthreads();
             fragment::clear_special<plan::kThreads>(smem.v);
@@ -235,7 +272,7 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         }
         fragment::add_x_b(out, s, smem.v);
     }
-    write_results(p, work, score, query, rows, out);
+    write_results(p, work, score, query, factor, rows, out);
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)

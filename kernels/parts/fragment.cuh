@@ -155,25 +155,6 @@ __device__ __forceinline__ void clear(float (&x)[kSlabs][kColumns8][4]) {
     }
 }
 
-// Elements that are all visible, as bits; see add_special.
-template <int kSlabs>
-__device__ __forceinline__ void see_all(uint64 (&seen)[kSlabs]) {
-#pragma unroll
-    for (int s = 0; s < kSlabs; ++s) seen[s] = ~uint64{0};
-}
-
-template <int kSlabs, int kColumns8>
-__device__ __forceinline__ void negate(float (&x)[kSlabs][kColumns8][4]) {
-#pragma unroll
-    for (int s = 0; s < kSlabs; ++s) {
-#pragma unroll
-        for (int n = 0; n < kColumns8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[s][n][i] = -x[s][n][i];
-        }
-    }
-}
-
 // --- Products ------------------------------------------------------------------------------------
 
 // sums[s] += a[rows of slab s] b^T; slab s begins at row `row` + 16 s.

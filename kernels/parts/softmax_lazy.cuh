@@ -14,52 +14,46 @@ namespace softmax {
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kHeadroom = 8.0f;  // powers of two between reference and the largest exponential
 
-// The state of one row, of which several lanes have some columns each.
+// The state of one row, of which several lanes have some columns each. All that can be had from the
+// reference in an instruction or two is had anew for each tile: registers are dear.
 struct LazyRow {
-    float maximum;  // that the reference comes from
-    float limit;    // scores up to here leave it as it is
-    float shift;    // reference * factor
-    float sum;      // of the columns that the calling lane has seen
+    float reference;
+    float sum;  // of the columns that the calling lane has seen
 
-    __device__ static __forceinline__ LazyRow empty() {
-        return {-infinity<float>(), -infinity<float>(), 0.0f, 0.0f};
-    }
+    __device__ static __forceinline__ LazyRow empty() { return {-infinity<float>(), 0.0f}; }
 
     // A row whose denominator begins with exp(sink); one of its lanes counts it.
     __device__ static __forceinline__ LazyRow with_sink(float sink, float factor, bool counts) {
-        LazyRow row = empty();
-        row.move(sink, factor);
-        if (counts) row.sum = hw::exp2_approx(fmaf(sink, factor, -row.shift));
+        LazyRow row = {sink, 0.0f};
+        if (counts) row.sum = hw::exp2_approx(fmaf(sink, factor, -row.shift(factor)));
         return row;
     }
 
-    // Make `candidate`, the largest score of the row so far unless it is smaller than that, the
-    // reference; returns the factor for all that was accumulated before. Infinite scores as in Row.
+    // What exponents are shifted by: 0 where the row has seen no key, or an infinite score, for
+    // there would be inf - inf.
+    __device__ __forceinline__ float shift(float factor) const {
+        const bool finite = reference - reference == 0.0f;
+        return finite ? reference * factor : 0.0f;
+    }
+
+    // Scores up to here leave the reference where it is. `headroom` is kHeadroom / factor.
+    __device__ __forceinline__ float limit(float headroom) const { return reference + headroom; }
+
+    // Make `candidate` the reference if it is larger; returns the factor for all that was
+    // accumulated before. Infinite scores as in Row.
     __device__ __forceinline__ float raise(float candidate, float factor) {
-        const float before = maximum, old_shift = shift;
-        move(larger(maximum, candidate), factor);
-        float scale = hw::exp2_approx(old_shift - shift);
+        const float before = reference, old_shift = shift(factor);
+        reference = larger(reference, candidate);
+        float scale = hw::exp2_approx(old_shift - shift(factor));
         if (before == -infinity<float>()) scale = 0.0f;
-        if (maximum == infinity<float>()) scale = static_cast<float>(before == maximum);
+        if (reference == infinity<float>()) scale = static_cast<float>(before == reference);
         sum *= scale;
         return scale;
     }
 
-    __device__ __forceinline__ float exponential(float score, float factor) const {
-        return hw::exp2_approx(fmaf(score, factor, -shift));
-    }
-
     // log(sum of exp(score)), -inf for a row that has seen no key. `total` is over all lanes.
-    __device__ __forceinline__ float log_sum_exp(float total) const {
-        return total == 0.0f ? -infinity<float>() : (shift + log2f(total)) * kLn2;
-    }
-
-  private:
-    __device__ __forceinline__ void move(float to, float factor) {
-        maximum = to;
-        const bool finite = to - to == 0.0f;
-        shift = finite ? to * factor : 0.0f;
-        limit = to + kHeadroom / factor;
+    __device__ __forceinline__ float log_sum_exp(float total, float factor) const {
+        return total == 0.0f ? -infinity<float>() : (shift(factor) + log2f(total)) * kLn2;
     }
 };
 
