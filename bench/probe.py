@@ -68,7 +68,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -619,16 +619,22 @@ def constants() -> Arrays:
     }
 
 
-def gathered(folder: Path, names: list[str]) -> Arrays:
-    """Return the rows of all cases that have a file."""
+def stacked(parts: Iterable[Arrays]) -> Arrays:
+    """Return arrays of the rows of cases, in their order."""
     rows: dict[str, list[np.ndarray]] = {}
+    for part in parts:
+        for key, x in part.items():
+            rows.setdefault(key, []).append(x)
+    return {key: np.concatenate(found) for key, found in rows.items()}
+
+
+def gathered(folder: Path, names: list[str]) -> Iterator[Arrays]:
+    """Return the rows of all cases that have a file."""
     for name in names:
         path = folder / f"{name}.npz"
         if path.exists():
             with np.load(path) as part:
-                for key in part.files:
-                    rows.setdefault(key, []).append(part[key])
-    return {key: np.concatenate(parts) for key, parts in rows.items()}
+                yield dict(part)
 
 
 def compile_probe(folder: Path, capability: tuple[int, int] = (9, 0)) -> Path:
@@ -716,7 +722,7 @@ def main() -> int:
         about: dict[str, Any] = {"cases": len(cases), "failed": failed, "said": said, "date": now()}
         with contextlib.suppress(Exception):  # what was recorded counts more
             about |= facts()
-        arrays = {**constants(), **gathered(folder, cases)}
+        arrays = {**constants(), **stacked(gathered(folder, cases))}
         done = sum((folder / f"{name}.npz").exists() for name in cases)
     np.savez_compressed(arguments.output, about=np.array(json.dumps(about)), **arrays)
     size, seconds = os.path.getsize(arguments.output), time.monotonic() - begin

@@ -196,15 +196,17 @@ class GpuKernel:
 # --- CPU -----------------------------------------------------------------------------------------
 
 
-def _library(name: str, text: str, *, is_kernel: bool) -> Path:
+def _library(name: str, text: str, *, is_kernel: bool, instrumented: bool = False) -> Path:
     compiler = host.find_compiler()
     includes = [source.KERNEL_ROOT / folder for folder in source.HOST_INCLUDES]
 
     def build(path: Path) -> None:
-        host.compile_library(compiler, text, includes, path, kernel=is_kernel)
+        host.compile_library(
+            compiler, text, includes, path, kernel=is_kernel, instrumented=instrumented
+        )
 
     # A home folder may be shared by machines of several kinds.
-    rest = compiler, host.flags(compiler, is_kernel), platform.machine()
+    rest = compiler, host.flags(compiler, is_kernel, instrumented), platform.machine()
     return _cached(f"{name}-cpu", ".so", text, source.HOST_INCLUDES, rest, build)
 
 
@@ -213,17 +215,33 @@ def _runtime() -> host.Runtime:
     return host.Runtime(_library("executor", '#include "host/executor.cpp"\n', is_kernel=False))
 
 
-def host_library(plan: UnitPlan) -> Path:
+def host_races() -> bool:
+    """Return whether the CPU back end looks for races: $CUFLASH_HOST_RACES is set, and not 0."""
+    return os.environ.get("CUFLASH_HOST_RACES", "0") not in ("", "0")
+
+
+def host_library(plan: UnitPlan, instrumented: bool = False) -> Path:
     """Return the kernel of a plan as a shared library for the CPU back end."""
-    return _library(plan.kernel, translation_unit(plan, cpu=True), is_kernel=True)
+    text = translation_unit(plan, cpu=True)
+    return _library(plan.kernel, text, is_kernel=True, instrumented=instrumented)
 
 
 class CpuKernel:
-    """A kernel for the CPU back end."""
+    """A kernel for the CPU back end; one that looks for races is compiled when it is wanted."""
 
     def __init__(self, plan: UnitPlan) -> None:
         self.plan = plan
-        self._kernel = host.HostKernel(_runtime(), host_library(plan), plan.kernel)
+        self._kernels: dict[bool, host.HostKernel] = {}
+        self._kernel(host_races())
+
+    def _kernel(self, instrumented: bool) -> host.HostKernel:
+        if instrumented not in self._kernels:
+            with _lock:
+                if instrumented not in self._kernels:
+                    library = host_library(self.plan, instrumented)
+                    kernel = host.HostKernel(_runtime(), library, self.plan.kernel)
+                    self._kernels[instrumented] = kernel
+        return self._kernels[instrumented]
 
     def launch(
         self,
@@ -234,7 +252,7 @@ class CpuKernel:
     ) -> None:
         """Run the kernel to its end."""
         plan = self.plan
-        self._kernel.launch(
+        self._kernel(host_races()).launch(
             blocks,
             plan.threads,
             plan.smem_bytes,

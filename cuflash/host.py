@@ -35,7 +35,9 @@ __all__ = [
 ]
 
 _TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int f(int* p) { return *p; }\n'
+_INSTRUMENT = "-fsanitize=thread"
 _REPORT_BYTES = 4096
+_HOST_FOLDER = re.compile(r"/kernels/host/")
 _MAX_BLOCK = 1024
 _MAX_GRID = 2**31 - 1
 _MAX_RESIDENT = 4  # kMaxResident of executor/state.h
@@ -66,7 +68,7 @@ class Compiler:
         return "c++" in self.command and any("zig" in Path(part).name for part in self.command)
 
 
-def flags(compiler: Compiler, kernel: bool) -> tuple[str, ...]:
+def flags(compiler: Compiler, kernel: bool, instrumented: bool = False) -> tuple[str, ...]:
     """Return the options that a library is compiled with.
 
     Parameters
@@ -75,6 +77,8 @@ def flags(compiler: Compiler, kernel: bool) -> tuple[str, ...]:
         From `find_compiler`.
     kernel : bool
         Whether the library is a kernel's: quick to compile, with its array indices checked.
+    instrumented : bool
+        Whether a kernel tells each of its accesses to memory, so that races are found.
 
     Returns
     -------
@@ -107,6 +111,9 @@ def flags(compiler: Compiler, kernel: bool) -> tuple[str, ...]:
             options += ["-fno-sanitize-merge"]  # one trap a check, so that each has its line
     else:
         options += ["-fsanitize=bounds-strict,alignment", "-fsanitize-undefined-trap-on-error"]
+    if instrumented:
+        # Past clang's driver, so that zig, which has a library for it, does not undo it.
+        options += ["-DCUFLASH_INSTRUMENTED", *(["-Xclang"] if clang else []), _INSTRUMENT]
     return tuple(options)
 
 
@@ -166,6 +173,7 @@ def compile_library(
     output: str | os.PathLike[str],
     *,
     kernel: bool,
+    instrumented: bool = False,
 ) -> None:
     """Compile a translation unit to a shared library.
 
@@ -179,7 +187,7 @@ def compile_library(
         Folders to look for included files in, in this order.
     output : path
         The library. It appears complete or not at all, and replaces an older one.
-    kernel : bool
+    kernel, instrumented : bool
         See `flags`.
 
     Raises
@@ -193,8 +201,16 @@ def compile_library(
         source, library = Path(folder, f"{output.stem}.cpp"), Path(folder, output.name)
         source.write_text(source_text, encoding="utf-8")
         includes = [f"-I{os.fspath(directory)}" for directory in include_dirs]
-        options = flags(compiler, kernel)
-        _run([*compiler.command, *options, *includes, str(source), "-o", str(library), "-lm"])
+        options = flags(compiler, kernel, instrumented)
+        inputs = [*includes, str(source)]
+        if instrumented:
+            # The linker must not hear of the option: the library that belongs to it would take over
+            # the process. What the compiler calls is defined in kernels/host/instrument.h.
+            inputs = [str(Path(folder, f"{output.stem}.o"))]
+            compiled = [*options, "-c", *includes, str(source), "-o", inputs[0]]
+            _run([*compiler.command, *compiled])
+            options = tuple(x for x in options if x not in ("-Xclang", _INSTRUMENT))
+        _run([*compiler.command, *options, *inputs, "-o", str(library), "-lm"])
         os.replace(library, output)
 
 
@@ -300,7 +316,9 @@ class HostKernel:
     def __init__(self, runtime: Runtime, library: str | os.PathLike[str], name: str) -> None:
         self._runtime = runtime
         self._name = name
-        self._library = ctypes.CDLL(os.fspath(library))
+        self._path = os.fspath(library)
+        self._library = ctypes.CDLL(self._path)
+        self._instrumented = hasattr(self._library, "cuflash_instrumented")
         self._library.cuflash_params_bytes.restype = ctypes.c_size_t
         self._params_bytes = self._library.cuflash_params_bytes()
         self._entry = ctypes.cast(self._library.cuflash_entry, ctypes.c_void_p).value
@@ -370,6 +388,7 @@ class HostKernel:
             raise ValueError(f"resident must be from 0 to {_MAX_RESIDENT}, got {resident}")
         launch = _Launch(
             entry=self._entry,
+            instrumented=self._instrumented,
             in_order=in_order,
             resident=resident,
             shared_alignment=smem_alignment,
@@ -389,6 +408,10 @@ class HostKernel:
         )
         if self._runtime.launch(launch):
             text = report.value.decode("utf-8", "replace")
+            # The places of plain accesses, as offsets into the library: see Text::add_place.
+            text = re.sub(
+                r"\{\+0x([0-9a-f]+)\}", lambda at: _source_line(self._path, int(at[1], 16)), text
+            )
             if launch.fault_offset:
                 text += f", {_source_line(os.fsdecode(library.value), launch.fault_offset)}"
             raise KernelFault(text)
@@ -403,5 +426,8 @@ def _source_line(library: str, offset: int) -> str:
         frames = _run(["addr2line", "-i", "-e", library, f"{offset:#x}"]).splitlines()
     except (OSError, RuntimeError):
         return place
-    lines = (re.fullmatch(r"(?:.*/)?([^/]+:[1-9]\d*)(?: .*)?", frame) for frame in frames)
-    return next((line[1] for line in lines if line), place)
+    matches = (re.fullmatch(r"((?:.*/)?)([^/]+:[1-9]\d*)(?: .*)?", frame) for frame in frames)
+    lines = [(match[1], match[2]) for match in matches if match]
+    # Who called a function of kernels/host/ rather than where in there.
+    callers = [line for folder, line in lines if not _HOST_FOLDER.search(folder)]
+    return next(iter(callers or [line for _, line in lines]), place)

@@ -149,3 +149,40 @@ def test_tokenizer(tokenizer, text):
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert ids == KNOWN[text]
+
+
+# --- docs/cpu-backend.md --------------------------------------------------------------------------
+
+
+def own_kernel(tmp_path, edit=lambda code: code):
+    """Run the page's example of a kernel of one's own; returns the process."""
+    page = (ROOT / "docs" / "cpu-backend.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-c", edit(code)],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+
+
+def test_a_kernel_of_ones_own(tmp_path):
+    done = own_kernel(tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("instrumented", [False, True])
+def test_a_kernel_of_ones_own_without_its_barrier(tmp_path, instrumented):
+    def edit(code):
+        without = code.replace("        __syncthreads();\n", "")
+        assert without != code
+        if instrumented:
+            without = without.replace("kernel=True)", "kernel=True, instrumented=True)")
+        return without
+
+    done = own_kernel(tmp_path, edit)
+    message = "race in shared memory" if instrumented else "AssertionError"
+    assert done.returncode == 1 and message in done.stderr, done.stderr

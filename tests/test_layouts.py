@@ -497,6 +497,8 @@ def test_wrong_boxes_are_told(shim: Shim) -> None:
     assert shim.problem_of_box(tensor, 1024 + 128) is None
     assert b"multiple of 128" in shim.problem_of_box(tensor, 1024 + 16)
     assert b"no tensor map" in shim.problem_of_box(bytes(128), 0)
+    plain = TensorMap(4096, "float32", (64,), (), (32,)).encode_cpu()
+    assert b"of one axis must be swizzled" in shim.problem_of_box(plain, 0)
 
 
 # --- TensorMap -----------------------------------------------------------------------------------

@@ -34,6 +34,9 @@ constexpr int warpSize = host::kWarpSize;
 // The file and line of the caller of a function that ends with these parameters.
 #define HOST_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
+// A function whose accesses are told to the executor in another way, where they are told at all.
+#define HOST_UNWATCHED __attribute__((no_sanitize("thread")))
+
 namespace host {
 
 // A reinterpretation of the leading bytes; zeros where To is longer.
@@ -123,7 +126,7 @@ inline T __shfl_down_sync(
 namespace host {
 
 template <class T, class Change>
-inline T atomic(T* address, Place place, Change change) {
+HOST_UNWATCHED inline T atomic(T* address, Place place, Change change) {
     Thread& thread = self();
     thread.executor->yield(place);
     const uintptr_t number = reinterpret_cast<uintptr_t>(address);

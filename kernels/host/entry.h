@@ -2,6 +2,9 @@
 // The exports of a kernel's library. The last include of a translation unit, which defines
 // CUFLASH_KERNEL (the kernel) and CUFLASH_PARAMS (the type of its one parameter).
 #pragma once
+#ifdef CUFLASH_INSTRUMENTED
+#include "host/instrument.h"
+#endif
 
 #define HOST_EXPORT extern "C" __attribute__((visibility("default")))
 

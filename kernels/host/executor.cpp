@@ -25,11 +25,12 @@
 // The parts, each below those that it includes:
 //
 //     context.h, schedule.h, text.h    switching stacks; who is next; words
-//     races.h                          what orders accesses, and accesses that nothing orders
-//     state.h, waiting.h               fibers and blocks; how they wait for each other
+//     races.h, races/                  what orders accesses, and accesses that nothing orders
+//     state.h, failure.h, waiting.h    fibers and blocks; how they end, and wait for each other
 //     mbarrier.h, proxies.h, copies.h  asynchronous copies and what they complete on
 //     layouts.h, boxes.h, products.h   pure arithmetic: where elements lie, what is multiplied
 //     wgmma.h                          instructions of a warp on matrices
+//     watch.h, accesses.h              accesses of instructions and plain ones, as races see them
 //     memory.h, signals.h, report.h    stacks and guard pages; faults of the CPU; what is said
 //
 // Only libc is used: with the zig compiler, libc++ would first have to be built, for a minute.
@@ -42,6 +43,7 @@
 #define CUFLASH_SPIN_LIMIT 1000000000
 #endif
 
+#include "host/executor/accesses.h"
 #include "host/executor/memory.h"
 #include "host/executor/report.h"
 #include "host/executor/signals.h"
@@ -65,20 +67,17 @@ void shared_memory_too_small(size_t needed, size_t alignment) {
 
 void fence(Place place) {
     Worker& w = worker();
-    w.races.fence(static_cast<unsigned int>(w.running));
+    if (w.races.on()) w.races.fence(static_cast<unsigned int>(w.running));
     yield(place);
 }
 
 void atomic(Place place, const void* address, size_t bytes) {
     Worker& w = worker();
+    if (!w.races.on()) return;
     const uintptr_t number = reinterpret_cast<uintptr_t>(address);
-    if (!watch(w, w.running, Access::kAtomic, number, bytes, place, w.running)) stop(w);
-    w.races.atomic(static_cast<unsigned int>(w.running), number);
-}
-
-void access(Access access, uintptr_t address, size_t bytes, uintptr_t instruction) {
-    Worker& w = worker();
-    (void)w, (void)access, (void)address, (void)bytes, (void)instruction;
+    const unsigned int fiber = static_cast<unsigned int>(w.running);
+    if (!watch_thread(w, fiber, Access::kAtomic, number, bytes, place)) stop(w);
+    w.races.atomic(fiber, number);
 }
 
 const Executor kExecutor = {
@@ -112,7 +111,7 @@ const Executor kExecutor = {
     wgmma_fence,
     wgmma_commit,
     wgmma_wait,
-    access,
+    plain_access,
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -151,6 +150,19 @@ bool slack_untouched(const Block& block, size_t shared_bytes) {
 
 const Range kNowhere = {UINTPTR_MAX, 0, "", 0};
 
+void forget_barriers(Worker& w, Block& block) {
+    for (NamedBarrier& barrier : block.named) {
+        if (w.races.on()) w.races.clear(barrier.clock);
+        barrier.threads = barrier.arrived = 0;
+    }
+    for (unsigned int i = 0; i < block.mbarrier_count; ++i) {
+        if (!w.races.on()) break;
+        w.races.clear(block.mbarriers[i].arriving);
+        w.races.clear(block.mbarriers[i].completed);
+    }
+    block.mbarrier_count = 0;
+}
+
 void start_block(Worker& w, Block& block, unsigned int index) {
     const Launch& launch = *w.launch;
     const unsigned int threads = launch.block;
@@ -161,19 +173,11 @@ void start_block(Worker& w, Block& block, unsigned int index) {
     block.index = index;
     block.returned = 0;
     block.barrier = {};
-    for (NamedBarrier& barrier : block.named) {
-        w.races.clear(barrier.clock);
-        barrier.threads = barrier.arrived = 0;
-    }
-    for (unsigned int i = 0; i < block.mbarrier_count; ++i) {
-        w.races.clear(block.mbarriers[i].arriving);
-        w.races.clear(block.mbarriers[i].completed);
-    }
-    block.mbarrier_count = 0;
+    forget_barriers(w, block);
     block.free_registers = 0;  // a block has those that its warps start with, and no more
     memset(block.marks, 0, sizeof(block.marks));
     fill_shared_memory(block);
-    w.races.start_block(block.first_fiber, threads, block.shared, launch.shared_bytes);
+    if (w.races.on()) w.races.start_block(block.first_fiber, index, block.shared);
     for (unsigned int i = 0; i < w.warps; ++i) {
         const unsigned int lanes = threads - i * kWarpSize;
         Warp& warp = w.warps_of[warp_of(block.first_fiber) + i];
@@ -192,14 +196,9 @@ void start_block(Worker& w, Block& block, unsigned int index) {
         fiber.groups[0] = fiber.groups[1] = 0;
         fiber.proxy_fences = 0;
         fiber.thread = thread_of_stack(stack);
-        *fiber.thread = {{&kNowhere, &kNowhere},
-                         &kExecutor,
-                         block.shared,
-                         launch.shared_bytes,
-                         {i, 0, 0},
-                         {index, 0, 0},
-                         {threads, 1, 1},
-                         {launch.grid, 1, 1}};
+        *fiber.thread = {{&kNowhere, &kNowhere}, &kExecutor,         block.shared,
+                         launch.shared_bytes,    {i, 0, 0},          {index, 0, 0},
+                         {threads, 1, 1},        {launch.grid, 1, 1}};
         prepare_context(&fiber.context, stack + w.page, reinterpret_cast<uintptr_t>(fiber.thread),
                         run_thread);
         make_ready(w, number);
@@ -210,6 +209,13 @@ void start_block(Worker& w, Block& block, unsigned int index) {
 void end_block(Worker& w, Block& block) {
     if (w.failure.fault == Fault::kNone && !slack_untouched(block, w.launch->shared_bytes)) {
         note(w, {Fault::kSharedOverrun});
+    }
+    if (w.failure.fault == Fault::kNone && w.races.on()) {
+        const int fiber = w.races.unwritten(block.first_fiber, w.misuse, sizeof(w.misuse));
+        if (fiber >= 0) {
+            note(w, {Fault::kRace});
+            w.failure.fiber = fiber;
+        }
     }
     block.alive = false;
 }
@@ -260,7 +266,8 @@ bool provide_memory(Worker& w) {
         }
     }
     return provide_stacks(w, w.resident * w.warps * kWarpSize) &&
-           provide_params(w, launch.params, launch.params_bytes) && w.races.start_launch(launch);
+           provide_params(w, launch.params, launch.params_bytes) &&
+           w.races.start_launch(launch, w.resident);
 }
 
 }  // namespace
@@ -277,6 +284,7 @@ extern "C" __attribute__((visibility("default"))) int cuflash_launch(host::Launc
         w->failure = {Fault::kNone};
         w->warps = (launch->block + kWarpSize - 1) / kWarpSize;
         w->resident = choose_resident(*launch, w->warps);
+        if (launch->instrumented) find_image(*w);
     }
     if (!w || !order || !provide_memory(*w)) {
         Text(launch->report, launch->report_bytes)
@@ -297,6 +305,7 @@ extern "C" __attribute__((visibility("default"))) int cuflash_launch(host::Launc
     if (!done) write_report(*w, *launch);
     release_signals(&previous_stack);
     drop_all(*w);
+    for (Block& block : w->blocks) forget_barriers(*w, block);
     w->races.end_launch();
     w->launch = nullptr;
     free(order);

@@ -48,8 +48,8 @@ enum class Queue { kCpAsync, kBulk };
 struct BulkCopy {
     enum Kind { kLoad, kStore, kAdd } kind;  // to shared memory, to global memory
     void* shared;
-    void* global;  // a stretch
-    int bytes;     // of a stretch
+    void* global;              // a stretch
+    int bytes;                 // of a stretch
     const unsigned char* map;  // a tensor's, 128 bytes; null for a stretch
     int rank;
     int coordinates[5];

@@ -44,7 +44,8 @@ constexpr unsigned long long kCachePolicy =
 #define HW_TMA_COORDINATES "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
 
 // Loads the box at the coordinates, the innermost first; what lies outside of the tensor is zero.
-// The barrier receives the bytes of the full box. PTX ISA, cp.async.bulk.tensor; one thread.
+// The barrier receives the bytes of the full box. A tensor of one axis must be swizzled, here and
+// below (an H200 knows no other). PTX ISA, cp.async.bulk.tensor; one thread.
 template <CacheHint Hint = CacheHint::kNone, class... C>
 __device__ __forceinline__ void tma_load(void* shared,
                                          const TensorMap& map,
@@ -72,8 +73,8 @@ __device__ __forceinline__ void tma_load(void* shared,
 #undef HW_TMA_LOAD_HINT
 }
 
-// Stores the box; what lies outside of the tensor is left out. PTX ISA, cp.async.bulk.tensor; one
-// thread.
+// Stores the box; what lies behind the ends of the tensor is left out. No coordinate may be
+// negative. PTX ISA, cp.async.bulk.tensor; one thread.
 template <class... C>
 __device__ __forceinline__ void tma_store(const TensorMap& map,
                                           const void* shared,
@@ -88,8 +89,8 @@ __device__ __forceinline__ void tma_store(const TensorMap& map,
 #undef HW_TMA_STORE
 }
 
-// Adds the box to the tensor, in the tensor's type. PTX ISA, cp.reduce.async.bulk.tensor; one
-// thread.
+// Adds the box to the tensor, in the tensor's type. No coordinate may be negative. PTX ISA,
+// cp.reduce.async.bulk.tensor; one thread.
 template <class... C>
 __device__ __forceinline__ void tma_reduce_add(const TensorMap& map,
                                                const void* shared,

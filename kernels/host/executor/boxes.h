@@ -49,6 +49,10 @@ inline size_t box_bytes(const TensorMap& map) {
 inline const char* box_problem(const TensorMap& map, uint32_t shared) {
     if (map.magic != kTensorMapMagic) return "there is no tensor map";
     if (shared % 128) return "the shared address is not a multiple of 128";
+    // The driver makes such maps, but an H200 took all copies with them for illegal instructions.
+    if (map.rank == 1 && map.swizzle_bytes == 0) {
+        return "a box of a tensor of one axis must be swizzled; a bulk copy moves the same bytes";
+    }
     return nullptr;
 }
 

@@ -10,8 +10,8 @@
 namespace host {
 namespace {
 
-constexpr unsigned char kPoison = 0xff;   // NaN in every floating-point type
-constexpr uint32_t kFloat32Type = 7;  // CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+constexpr unsigned char kPoison = 0xff;  // NaN in every floating-point type
+constexpr uint32_t kFloat32Type = 7;     // CU_TENSOR_MAP_DATA_TYPE_FLOAT32
 
 // The range that holds these bytes and permits the access, or null.
 const Range* look_up_range(const Launch& launch, Access access, uintptr_t address, size_t bytes) {
@@ -26,8 +26,14 @@ const Range* look_up_range(const Launch& launch, Access access, uintptr_t addres
 }
 
 // Notes a failure and returns false if these bytes of shared memory are not the block's.
-bool check_shared(Worker& w, const Block& block, Access access, const void* pointer, size_t bytes,
-                  size_t alignment, Place place, int fiber) {
+bool check_shared(Worker& w,
+                  const Block& block,
+                  Access access,
+                  const void* pointer,
+                  size_t bytes,
+                  size_t alignment,
+                  Place place,
+                  int fiber) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
     if (is_shared(w, block, address, bytes) && address % alignment == 0) return true;
     note(w, {Fault::kSharedAccess, place, 0, access, address, bytes, alignment});
@@ -35,20 +41,15 @@ bool check_shared(Worker& w, const Block& block, Access access, const void* poin
     return false;
 }
 
-bool check_global(Worker& w, Access access, uintptr_t address, size_t bytes, size_t alignment,
-                  Place place, int fiber) {
+bool check_global(Worker& w,
+                  Access access,
+                  uintptr_t address,
+                  size_t bytes,
+                  size_t alignment,
+                  Place place,
+                  int fiber) {
     if (address % alignment == 0 && look_up_range(*w.launch, access, address, bytes)) return true;
     note(w, {Fault::kAccess, place, 0, access, address, bytes, alignment});
-    w.failure.fiber = fiber;
-    return false;
-}
-
-// Tells races of an access; notes a failure and returns false if it is one.
-bool watch(Worker& w, Who who, Access access, uintptr_t address, size_t bytes, Place place,
-           int fiber) {
-    if (!w.races.on() || w.failure.fault != Fault::kNone) return true;
-    if (w.races.access(who, access, address, bytes, place, w.misuse, sizeof(w.misuse))) return true;
-    w.failure = {Fault::kRace, place};
     w.failure.fiber = fiber;
     return false;
 }
@@ -85,26 +86,25 @@ void cp_async(Place place, void* shared, const void* global, int bytes, bool val
     (fiber.first_copy ? fiber.last_copy->next : fiber.first_copy) = copy;
     fiber.last_copy = copy;
     memset(shared, kPoison, size);
-    const uintptr_t target = reinterpret_cast<uintptr_t>(shared);
-    if (!watch(w, w.running, Access::kStore, target, size, place, w.running)) stop(w);
+    if (!w.races.on()) return;
+    const Actor actor = w.races.engine(static_cast<unsigned int>(w.running), Engine::kCpAsync,
+                                       thread_of(fiber), time_of_group(copy->group));
+    if (valid) watch(w, actor, Access::kLoad, source, size, place);
+    watch(w, actor, Access::kStore, reinterpret_cast<uintptr_t>(shared), size, place);
+    if (w.failure.fault != Fault::kNone) stop(w);
 }
 
 // Lands the copies of a thread that belong to groups before `group`.
 void land_cp_async(Worker& w, Fiber& fiber, unsigned int group) {
-    const int index = static_cast<int>(&fiber - w.fibers);
     while (fiber.first_copy && static_cast<int>(group - fiber.first_copy->group) > 0) {
         CpAsync* copy = fiber.first_copy;
         const size_t bytes = static_cast<size_t>(copy->bytes);
         if (copy->valid) {
             memcpy(copy->shared, copy->global, bytes);
-            watch(w, index, Access::kLoad, reinterpret_cast<uintptr_t>(copy->global), bytes,
-                  copy->place, index);
         } else {
             memset(copy->shared, 0, bytes);
         }
-        const uintptr_t target = reinterpret_cast<uintptr_t>(copy->shared);
-        watch(w, index, Access::kStore, target, bytes, copy->place, index);
-        tag_written(w, fiber, target, bytes, copy->place);
+        tag_written(w, fiber, reinterpret_cast<uintptr_t>(copy->shared), bytes, copy->place);
         fiber.first_copy = copy->next;
         copy->next = w.spare_copies;
         w.spare_copies = copy;
@@ -120,7 +120,6 @@ struct Copy {
     int fiber;
     unsigned int group;
     Place place;
-    Who actor;
     unsigned char* data;  // what a store has read of shared memory, or null
 };
 
@@ -164,15 +163,15 @@ void land_load(Worker& w, Copy& copy) {
         if (inside != 0) {
             const uintptr_t from = part.global;
             memcpy(part.shared + part.begin, reinterpret_cast<const void*>(from), inside);
-            watch(w, copy.actor, Access::kLoad, from, inside, copy.place, copy.fiber);
         }
-        watch(w, copy.actor, Access::kStore, reinterpret_cast<uintptr_t>(part.shared), part.bytes,
-              copy.place, copy.fiber);
     });
     if (w.failure.fault != Fault::kNone) return;
     MBarrier* barrier = find_mbarrier(w, *copy.block, copy.call.barrier, copy.place, copy.fiber);
     if (!barrier) return;
-    w.races.end(copy.actor, barrier->arriving);
+    if (w.races.on()) {
+        w.races.finished(barrier->arriving, Engine::kBulkLoad, number_of(*copy.block, *barrier),
+                         time_of_group(barrier->phase));
+    }
     complete_bytes(w, *copy.block, *barrier, static_cast<int64_t>(bytes_in_shared(copy)),
                    copy.place, copy.fiber);
 }
@@ -189,7 +188,6 @@ void read_for_store(Worker& w, Copy& copy) {
         memcpy(to, part.shared, part.bytes);
         to += part.bytes;
         const uintptr_t from = reinterpret_cast<uintptr_t>(part.shared);
-        watch(w, copy.actor, Access::kLoad, from, part.bytes, copy.place, copy.fiber);
         check_proxy(w, *copy.block, copy.fiber, Proxy::kReadLate, from, part.bytes, copy.place);
     });
 }
@@ -204,7 +202,7 @@ void add_floats(uintptr_t to, const unsigned char* from, size_t bytes) {
     }
 }
 
-void write_for_store(Worker& w, Copy& copy) {
+void write_for_store(Copy& copy) {
     const bool add = copy.call.kind == BulkCopy::kAdd;
     const unsigned char* from = copy.data;
     for_each_part(copy, [&](const Part& part) {
@@ -218,8 +216,6 @@ void write_for_store(Worker& w, Copy& copy) {
         } else {
             memcpy(reinterpret_cast<void*>(to), piece, bytes);
         }
-        watch(w, copy.actor, add ? Access::kAtomic : Access::kStore, to, bytes, copy.place,
-              copy.fiber);
     });
     free(copy.data);
     copy.data = nullptr;
@@ -241,10 +237,7 @@ void advance(Worker& w, unsigned int index) {
     } else if (!copy.data) {
         read_for_store(w, copy);
     } else {
-        write_for_store(w, copy);
-        Clock nobody = {};
-        w.races.end(copy.actor, nobody);
-        w.races.clear(nobody);
+        write_for_store(copy);
         remove_copy(w, index);
     }
 }
@@ -253,6 +246,32 @@ bool land_one(Worker& w) {
     if (w.copies->count == 0) return false;
     advance(w, w.schedule.choose(w.copies->count));
     return true;
+}
+
+// All that a copy of the running thread reads and writes, as races see it.
+void watch_copy(Worker& w, const Copy& copy, const MBarrier* barrier) {
+    const unsigned int fiber = static_cast<unsigned int>(copy.fiber);
+    const unsigned int thread = thread_of(w.fibers[fiber]);
+    const bool load = copy.call.kind == BulkCopy::kLoad;
+    const Time time = time_of_group(load ? barrier->phase : copy.group);
+    const unsigned int index = load ? number_of(*copy.block, *barrier) : thread;
+    const Actor reader =
+        w.races.engine(fiber, load ? Engine::kBulkLoad : Engine::kBulkRead, index, time);
+    const Actor writer =
+        w.races.engine(fiber, load ? Engine::kBulkLoad : Engine::kBulkWrite, index, time);
+    const Access write = copy.call.kind == BulkCopy::kAdd ? Access::kAtomic : Access::kStore;
+    for_each_part(copy, [&](const Part& part) {
+        const uintptr_t shared = reinterpret_cast<uintptr_t>(part.shared);
+        const size_t inside = part.end - part.begin;
+        if (load) {
+            watch(w, writer, write, shared, part.bytes, copy.place);
+            if (inside) watch(w, reader, Access::kLoad, part.global, inside, copy.place);
+        } else {
+            watch(w, reader, Access::kLoad, shared, part.bytes, copy.place);
+            if (inside) watch(w, writer, write, part.global, inside, copy.place);
+        }
+    });
+    if (w.failure.fault != Fault::kNone) stop(w);
 }
 
 void bulk_copy(Place place, const BulkCopy& call) {
@@ -271,6 +290,13 @@ void bulk_copy(Place place, const BulkCopy& call) {
         if (static_cast<int>(map.rank) != call.rank) {
             HOST_MISUSE(w, place, "%d coordinates for a tensor of rank %u", call.rank, map.rank);
         }
+        // Loads may begin before the tensor. Stores and reductions that do are illegal
+        // instructions to an H200, whichever the axis.
+        for (int axis = 0; axis < call.rank && !load; ++axis) {
+            if (call.coordinates[axis] >= 0) continue;
+            HOST_MISUSE(w, place, "coordinate %d of a store must not be negative, got %d", axis,
+                        call.coordinates[axis]);
+        }
         if (call.kind == BulkCopy::kAdd && map.type != kFloat32Type) {
             HOST_MISUSE(w, place, "adds float32 only; the tensor has another type");
         }
@@ -288,17 +314,20 @@ void bulk_copy(Place place, const BulkCopy& call) {
             stop(w);
         }
     }
-    if (!check_shared(w, block, load ? Access::kStore : Access::kLoad, call.shared, bytes, alignment,
-                      place, w.running)) {
+    if (!check_shared(w, block, load ? Access::kStore : Access::kLoad, call.shared, bytes,
+                      alignment, place, w.running)) {
         stop(w);
     }
+    MBarrier* barrier = nullptr;
     if (load) {
-        MBarrier* barrier = find_mbarrier(w, block, call.barrier, place, -1);
+        barrier = find_mbarrier(w, block, call.barrier, place, -1);
         if (!barrier) stop(w);
         check_initialised(w, *barrier, place);
         if (!barrier->fenced) {
-            HOST_MISUSE(w, place, "the mbarrier at shared+%u was initialised without "
-                        "fence_mbarrier_init()", shared_offset(block, barrier->address));
+            HOST_MISUSE(w, place,
+                        "the mbarrier at shared+%u was initialised without "
+                        "fence_mbarrier_init()",
+                        shared_offset(block, barrier->address));
         }
     }
     Copies& all = *w.copies;
@@ -310,8 +339,7 @@ void bulk_copy(Place place, const BulkCopy& call) {
         all.capacity = capacity;
     }
     Copy& copy = all.list[all.count++];
-    const Who actor = w.races.begin(static_cast<unsigned int>(w.running));
-    copy = {call, map, &block, w.running, fiber.groups[1], place, actor, nullptr};
+    copy = {call, map, &block, w.running, fiber.groups[1], place, nullptr};
     for_each_part(copy, [&](const Part& part) {
         if (w.failure.fault != Fault::kNone) return;
         const uintptr_t address = reinterpret_cast<uintptr_t>(part.shared);
@@ -320,14 +348,12 @@ void bulk_copy(Place place, const BulkCopy& call) {
                           part.end - part.begin, 1, place, w.running)) {
             return;
         }
-        if (load) {
-            memset(part.shared, kPoison, part.bytes);
-            watch(w, actor, Access::kStore, address, part.bytes, place, w.running);
-        }
+        if (load) memset(part.shared, kPoison, part.bytes);
         check_proxy(w, block, w.running, load ? Proxy::kWrite : Proxy::kRead, address, part.bytes,
                     place);
     });
     if (w.failure.fault != Fault::kNone) stop(w);
+    if (w.races.on()) watch_copy(w, copy, barrier);
     yield(place);
 }
 
@@ -361,6 +387,16 @@ void wait(Place place, Queue queue, int pending, bool only_read) {
         finish_bulk(w, group, only_read);
     }
     if (w.failure.fault != Fault::kNone) stop(w);
+    if (w.races.on() && static_cast<int>(group) > 0) {
+        const unsigned int index = static_cast<unsigned int>(w.running);
+        const unsigned int thread = thread_of(fiber);
+        if (queue == Queue::kCpAsync) {
+            w.races.finished(index, Engine::kCpAsync, thread, group);
+        } else {
+            w.races.finished(index, Engine::kBulkRead, thread, group);
+            if (!only_read) w.races.finished(index, Engine::kBulkWrite, thread, group);
+        }
+    }
     yield(place);
 }
 

@@ -24,6 +24,10 @@ unsigned int shared_offset(const Block& block, uintptr_t address) {
     return static_cast<unsigned int>(address - reinterpret_cast<uintptr_t>(block.shared));
 }
 
+unsigned int number_of(const Block& block, const MBarrier& barrier) {
+    return static_cast<unsigned int>(&barrier - block.mbarriers);
+}
+
 // The table's entry; null, and a failure is noted, if there is none.
 MBarrier* find_mbarrier(Worker& w, Block& block, const void* pointer, Place place, int fiber) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
@@ -69,8 +73,8 @@ void mbarrier_init(Place place, void* pointer, int arrivals) {
     barrier = {address, arrivals, arrivals, 0, 0, false, w.running, {}, {}};
     const uint64_t mark = mark_of(barrier);
     memcpy(pointer, &mark, sizeof(mark));
-    w.races.access(w.running, Access::kStore, address, sizeof(mark), place, w.misuse,
-                   sizeof(w.misuse));
+    const unsigned int fiber = static_cast<unsigned int>(w.running);
+    if (!watch_thread(w, fiber, Access::kStore, address, sizeof(mark), place)) stop(w);
 }
 
 void fence_mbarrier_init(Place) {
@@ -86,20 +90,21 @@ void look_at_phase(Worker& w, Block& block, MBarrier& barrier) {
     if (barrier.missing != 0 || barrier.bytes != 0) return;
     ++barrier.phase;
     barrier.missing = barrier.count;
-    w.races.move(barrier.arriving, barrier.completed);
+    if (w.races.on()) w.races.move(barrier.arriving, barrier.completed);
     for (unsigned int i = 0; i < w.launch->block; ++i) {
         Fiber& fiber = w.fibers[block.first_fiber + i];
         if (fiber.state != State::kAtMBarrier || fiber.address != barrier.address) continue;
         if ((barrier.phase & 1) == static_cast<unsigned int>(fiber.wanted)) continue;
-        w.races.acquire(static_cast<Who>(block.first_fiber + i), barrier.completed);
+        if (w.races.on()) w.races.acquire(block.first_fiber + i, barrier.completed);
         make_ready(w, block.first_fiber + i);
     }
 }
 
-// Whether the initialisation of the barrier is visible to the running thread.
+// Ends the launch unless the initialisation of the barrier is visible to the running thread.
 void check_initialised(Worker& w, const MBarrier& barrier, Place place) {
-    w.races.access(w.running, Access::kLoad, barrier.address, sizeof(uint64_t), place, w.misuse,
-                   sizeof(w.misuse));
+    const unsigned int fiber = static_cast<unsigned int>(w.running);
+    const uintptr_t address = barrier.address;
+    if (!watch_thread(w, fiber, Access::kLoad, address, sizeof(uint64_t), place)) stop(w);
 }
 
 // Arrives once, and announces bytes before that if there are any.
@@ -110,20 +115,25 @@ void mbarrier_arrive(Place place, void* pointer, int bytes) {
     if (!barrier) stop(w);
     check_initialised(w, *barrier, place);
     if (bytes < 0 || barrier->bytes + bytes > kMaxBytes) {
-        HOST_MISUSE(w, place, "%d bytes are announced to an mbarrier that misses %lld; it can count "
-                    "%lld", bytes, static_cast<long long>(barrier->bytes),
+        HOST_MISUSE(w, place,
+                    "%d bytes are announced to an mbarrier that misses %lld; it can count "
+                    "%lld",
+                    bytes, static_cast<long long>(barrier->bytes),
                     static_cast<long long>(kMaxBytes));
     }
     if (barrier->missing == 0) {
-        HOST_MISUSE(w, place, "one arrival too many: the phase of the mbarrier at shared+%u takes %d",
+        HOST_MISUSE(w, place,
+                    "one arrival too many: the phase of the mbarrier at shared+%u takes %d",
                     shared_offset(block, barrier->address), barrier->count);
     }
-    w.races.release(w.running, barrier->arriving);
+    if (w.races.on()) w.races.release(static_cast<unsigned int>(w.running), barrier->arriving);
     barrier->bytes += bytes;
     --barrier->missing;
     if (barrier->missing == 0 && barrier->bytes < 0) {
-        HOST_MISUSE(w, place, "%lld bytes more than are announced have come to the mbarrier at "
-                    "shared+%u", static_cast<long long>(-barrier->bytes),
+        HOST_MISUSE(w, place,
+                    "%lld bytes more than are announced have come to the mbarrier at "
+                    "shared+%u",
+                    static_cast<long long>(-barrier->bytes),
                     shared_offset(block, barrier->address));
     }
     look_at_phase(w, block, *barrier);
@@ -131,13 +141,14 @@ void mbarrier_arrive(Place place, void* pointer, int bytes) {
 }
 
 // A copy has brought bytes. The barrier may hear of them before it hears that they come.
-void complete_bytes(Worker& w, Block& block, MBarrier& barrier, int64_t bytes, Place place,
-                    int fiber) {
+void complete_bytes(
+    Worker& w, Block& block, MBarrier& barrier, int64_t bytes, Place place, int fiber) {
     barrier.bytes -= bytes;
     if (barrier.bytes < 0 && (barrier.missing == 0 || barrier.bytes < -kMaxBytes)) {
-        note_misuse(w, place, fiber, "%lld bytes more than were announced to the mbarrier at "
-                    "shared+%u", static_cast<long long>(-barrier.bytes),
-                    shared_offset(block, barrier.address));
+        note_misuse(w, place, fiber,
+                    "%lld bytes more than were announced to the mbarrier at "
+                    "shared+%u",
+                    static_cast<long long>(-barrier.bytes), shared_offset(block, barrier.address));
         return;
     }
     look_at_phase(w, block, barrier);
@@ -153,7 +164,7 @@ void mbarrier_wait(Place place, void* pointer, int parity) {
     if (parity != 0 && parity != 1) HOST_MISUSE(w, place, "a parity is 0 or 1, got %d", parity);
     fiber.place = place;
     if ((barrier->phase & 1) != static_cast<unsigned int>(parity)) {
-        w.races.acquire(w.running, barrier->completed);
+        if (w.races.on()) w.races.acquire(static_cast<unsigned int>(w.running), barrier->completed);
         yield(place);
         return;
     }

@@ -8,8 +8,9 @@
 //
 // The order of additions is fixed: for each element, products of two operands, which are exact
 // (but for bfloat16 that underflow), are added from k = 0 on, and their sum to the accumulator. A
-// tensor core shifts all summands to the largest exponent, cuts off what falls below, and adds:
-// results agree with it only up to rounding, except where nothing is rounded, as with integers.
+// tensor core cuts all summands off some bits below the largest exponent, and adds (the rule that
+// an H200 keeps to is in tests/test_golden.py): results agree with it only up to rounding, except
+// where nothing is rounded, as with integers.
 #pragma once
 #include <stdint.h>
 #include <string.h>

@@ -34,8 +34,8 @@ void fence_proxy_async(Place place) {
 // before, or writes; what it overwrites needs no fence any more.
 enum class Proxy { kRead, kReadLate, kWrite };
 
-void check_proxy(Worker& w, Block& block, int fiber, Proxy proxy, uintptr_t address, size_t bytes,
-                 Place place) {
+void check_proxy(
+    Worker& w, Block& block, int fiber, Proxy proxy, uintptr_t address, size_t bytes, Place place) {
     if (!block.tagged || bytes == 0 || !is_shared(w, block, address, bytes)) return;
     const unsigned int first = shared_offset(block, address) / kTagBytes;
     const unsigned int last =
@@ -44,17 +44,19 @@ void check_proxy(Worker& w, Block& block, int fiber, Proxy proxy, uintptr_t addr
         Tag& tag = block.tags[i];
         if (tag.fiber == 0) continue;
         const Fiber& writer = w.fibers[tag.fiber - 1];
-        if (proxy == Proxy::kReadLate || (proxy == Proxy::kRead && tag.fences == writer.proxy_fences)) {
+        if (proxy == Proxy::kReadLate ||
+            (proxy == Proxy::kRead && tag.fences == writer.proxy_fences)) {
             char where[128];
             Text text(where, sizeof(where));
-            text.add("%s, ", tag.place.call);
+            if (tag.place.call) text.add("%s, ", tag.place.call);
             text.add_place(tag.place);
-            note_misuse(w, place, fiber,
-                        proxy == Proxy::kRead
-                            ? "reads shared+%u through the asynchronous proxy, which thread %u wrote "
-                              "(%s) without fence_proxy_async()"
-                            : "was still to read shared+%u when thread %u wrote there (%s)",
-                        i * kTagBytes, thread_of(writer), where);
+            note_misuse(
+                w, place, fiber,
+                proxy == Proxy::kRead
+                    ? "reads shared+%u through the asynchronous proxy, which thread %u wrote "
+                      "(%s) without fence_proxy_async()"
+                    : "was still to read shared+%u when thread %u wrote there (%s)",
+                i * kTagBytes, thread_of(writer), where);
             return;
         }
         tag.fiber = 0;

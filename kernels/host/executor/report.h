@@ -4,7 +4,7 @@
 #include <dlfcn.h>
 #include <signal.h>
 
-#include "host/executor/mbarrier.h"
+#include "host/executor/accesses.h"
 #include "host/executor/text.h"
 
 namespace host {
@@ -61,10 +61,11 @@ void add_missing(Text& text, const Worker& w, const Block& block, unsigned int i
         for (unsigned int i = 0; i < block.mbarrier_count; ++i) {
             const MBarrier& barrier = block.mbarriers[i];
             if (barrier.address != fiber.address) continue;
-            text.add(" (mbarrier at shared+%u, parity %d, in phase %u with %d of %d arrivals and "
-                     "%lld bytes missing",
-                     shared_offset(block, barrier.address), fiber.wanted, barrier.phase,
-                     barrier.missing, barrier.count, static_cast<long long>(barrier.bytes));
+            text.add(
+                " (mbarrier at shared+%u, parity %d, in phase %u with %d of %d arrivals and "
+                "%lld bytes missing",
+                shared_offset(block, barrier.address), fiber.wanted, barrier.phase, barrier.missing,
+                barrier.count, static_cast<long long>(barrier.bytes));
             if (barrier.missing == 0) text.add("; no copy will bring them");
             text.add(")");
         }
@@ -206,8 +207,42 @@ void add_shared_access(Text& text, const Worker& w, const Block& block, const Fa
     }
 }
 
+// An address that nothing lies at which the thread may access.
+void add_wrong_address(
+    Text& text, const Worker& w, const Block& block, uintptr_t address, size_t bytes) {
+    if (address - reinterpret_cast<uintptr_t>(block.region) < block.region_bytes) {
+        const uintptr_t low = reinterpret_cast<uintptr_t>(block.shared);
+        if (address < low) {
+            text.add("access %zu bytes before dynamic shared memory", low - address);
+        } else {
+            const uintptr_t end = low + w.launch->shared_bytes;
+            text.add("access %zu bytes past the end of dynamic shared memory (%zu bytes)",
+                     address > end ? address - end : 0, w.launch->shared_bytes);
+        }
+    } else {
+        text.add("access to address 0x%zx, which is not accessible", address);
+        add_nearest(text, *w.launch, address, bytes);
+    }
+}
+
+// Of an instrumented kernel.
+void add_plain_access(Text& text, const Worker& w, const Block& block, const Failure& failure) {
+    const uintptr_t stack = failure.address - w.stacks;
+    if (stack < kMaxFibers * kStackBytes) {
+        const Fiber& owner = w.fibers[stack / kStackBytes];
+        text.add("access to the stack of thread %u", thread_of(owner));
+        if (owner.block != &block) text.add(" of block %u", owner.block->index);
+    } else if (const Range* range =
+                   look_up_range(*w.launch, Access::kLoad, failure.address, failure.bytes)) {
+        text.add("write to %s, which is read-only", range->name);
+    } else {
+        add_wrong_address(text, w, block, failure.address, failure.bytes);
+    }
+    text.add(", ");
+    text.add_place(failure.place);
+}
+
 void add_signal(Text& text, const Worker& w, const Block& block, const Failure& failure) {
-    const Launch& launch = *w.launch;
     const uintptr_t address = failure.address;
     if (failure.signal == SIGFPE) {
         text.add("integer division by zero or overflow");
@@ -216,17 +251,8 @@ void add_signal(Text& text, const Worker& w, const Block& block, const Failure& 
     } else if (address - w.stacks < kMaxFibers * kStackBytes) {
         text.add("stack overflow: each thread has %zu bytes of stack",
                  kStackBytes - w.page - sizeof(Thread));
-    } else if (address - reinterpret_cast<uintptr_t>(block.region) < block.region_bytes) {
-        const uintptr_t low = reinterpret_cast<uintptr_t>(block.shared);
-        if (address < low) {
-            text.add("access %zu bytes before dynamic shared memory", low - address);
-        } else {
-            text.add("access %zu bytes past the end of dynamic shared memory (%zu bytes)",
-                     address - low - launch.shared_bytes, launch.shared_bytes);
-        }
     } else {
-        text.add("access to address 0x%zx, which is not accessible", address);
-        add_nearest(text, launch, address, 1);
+        add_wrong_address(text, w, block, address, 1);
     }
 }
 
@@ -258,6 +284,9 @@ void write_report(const Worker& w, Launch& launch) {
             break;
         case Fault::kAccess:
             add_access(text, launch, failure);
+            break;
+        case Fault::kPlainAccess:
+            add_plain_access(text, w, block, failure);
             break;
         case Fault::kSharedAccess:
             add_shared_access(text, w, block, failure);

@@ -16,7 +16,7 @@ namespace {
 constexpr unsigned int kMaxThreads = 1024;  // of a block, as on a GPU
 constexpr unsigned int kMaxResident = 4;    // blocks alive at once
 constexpr int kNamedBarriers = 16;
-constexpr unsigned int kMaxMBarriers = 64;    // of a block
+constexpr unsigned int kMaxMBarriers = 64;     // of a block
 constexpr unsigned int kRegisterFile = 65536;  // of a multiprocessor
 
 enum class State : unsigned char {
@@ -87,12 +87,12 @@ struct NamedBarrier {
 
 struct MBarrier {
     uintptr_t address;
-    int count;       // arrivals of a phase
-    int missing;     // of the present one
-    int64_t bytes;   // still to come in the present one
+    int count;      // arrivals of a phase
+    int missing;    // of the present one
+    int64_t bytes;  // still to come in the present one
     unsigned int phase;
-    bool fenced;     // visible to asynchronous copies
-    int initialiser;  // the fiber
+    bool fenced;                // visible to asynchronous copies
+    int initialiser;            // the fiber
     Clock arriving, completed;  // of the present phase, of the one before
 };
 
@@ -139,6 +139,7 @@ enum class Fault {
     kSpinning,
     kMask,
     kAccess,
+    kPlainAccess,
     kSharedAccess,
     kSharedSize,
     kSharedOverrun,
@@ -178,13 +179,14 @@ struct Worker {
     CpAsync* spare_copies;
     // The launch.
     const Launch* launch;
-    unsigned int resident;  // of the blocks, these are used
-    unsigned int warps;     // of each of them
-    int running;            // the fiber, -1 while the launch itself runs
-    int stopped;            // the fiber that ran last
-    uint64_t idle_switches;  // in `yield`, since threads last met or returned
+    uintptr_t image, image_end;  // the kernel's library, if it is instrumented
+    unsigned int resident;       // of the blocks, these are used
+    unsigned int warps;          // of each of them
+    int running;                 // the fiber, -1 while the launch itself runs
+    int stopped;                 // the fiber that ran last
+    uint64_t idle_switches;      // in `yield`, since threads last met or returned
     Failure failure;
-    char misuse[256];  // says what kMisuse is
+    char misuse[512];  // says what kMisuse or kRace is
     Context main;
     Schedule schedule;
     Races races;

@@ -42,7 +42,10 @@ class Text {
         }
     }
 
+    // An instruction's offset into the kernel's library, in braces, stands for its place; see
+    // cuflash/host.py.
     void add_place(const Place& place) {
+        if (!place.file) return add("{+0x%x}", static_cast<unsigned int>(place.line));
         const char* slash = strrchr(place.file, '/');
         add("%s:%d", slash ? slash + 1 : place.file, place.line);
     }

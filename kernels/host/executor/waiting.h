@@ -2,47 +2,10 @@
 // Waiting and going on: how a fiber gives way, and what threads of a block wait for each other at.
 // All of this runs on the stacks of fibers.
 #pragma once
-#include <stdarg.h>
-#include <stdio.h>
-
-#include "host/executor/state.h"
+#include "host/executor/watch.h"
 
 namespace host {
 namespace {
-
-// Ends the launch. What happens at a time of its own (a copy that lands) only notes a failure;
-// the fiber on whose stack it happened ends the launch as soon as it looks.
-[[noreturn]] void stop(Worker& w) {
-    switch_context(&w.fibers[w.running].context, &w.main);
-    __builtin_unreachable();
-}
-
-void note(Worker& w, const Failure& failure) {
-    if (w.failure.fault == Fault::kNone) w.failure = failure;
-}
-
-[[noreturn]] void fail(Worker& w, const Failure& failure) {
-    note(w, failure);
-    stop(w);
-}
-
-// What a kernel did that no GPU defines, in words. `fiber` is -1 for the running one.
-__attribute__((format(printf, 4, 5))) void note_misuse(
-    Worker& w, Place place, int fiber, const char* format, ...) {
-    if (w.failure.fault != Fault::kNone) return;
-    va_list values;
-    va_start(values, format);
-    vsnprintf(w.misuse, sizeof(w.misuse), format, values);
-    va_end(values);
-    w.failure = {Fault::kMisuse, place};
-    w.failure.fiber = fiber;
-}
-
-#define HOST_MISUSE(w, place, ...)               \
-    do {                                         \
-        note_misuse(w, place, -1, __VA_ARGS__); \
-        stop(w);                                 \
-    } while (false)
 
 void make_ready(Worker& w, unsigned int fiber) {
     w.idle_switches = 0;
@@ -132,7 +95,7 @@ int block_barrier(Place place, bool predicate) {
             members[i] = block.first_fiber + i;
             make_ready(w, members[i]);
         }
-        w.races.meet(members, w.launch->block);
+        if (w.races.on()) w.races.meet(members, w.launch->block);
     }
     switch_to_next(w, fiber);
     return block.barrier_result;  // the next one cannot open before this thread arrives there
@@ -158,7 +121,7 @@ void named_barrier(Place place, int id, int threads, bool waits) {
         HOST_MISUSE(w, place, "barrier %d: this thread expects %d threads, one before it %d", id,
                     threads, barrier.threads);
     }
-    w.races.release(w.running, barrier.clock);
+    if (w.races.on()) w.races.release(static_cast<unsigned int>(w.running), barrier.clock);
     fiber.place = place;
     fiber.wanted = id;
     if (waits) fiber.state = State::kAtNamedBarrier;
@@ -167,11 +130,11 @@ void named_barrier(Place place, int id, int threads, bool waits) {
             const unsigned int other = block.first_fiber + i;
             const Fiber& waiting = w.fibers[other];
             if (waiting.state != State::kAtNamedBarrier || waiting.wanted != id) continue;
-            w.races.acquire(static_cast<Who>(other), barrier.clock);
+            if (w.races.on()) w.races.acquire(other, barrier.clock);
             make_ready(w, other);
         }
         barrier.threads = barrier.arrived = 0;
-        w.races.clear(barrier.clock);
+        if (w.races.on()) w.races.clear(barrier.clock);
     }
     if (waits) {
         switch_to_next(w, fiber);
@@ -226,7 +189,7 @@ uint64_t meet(Place place,
         for (unsigned int rest = meeting.arrived; rest; rest &= rest - 1) {
             members[count++] = first + static_cast<unsigned int>(__builtin_ctz(rest));
         }
-        if (orders_memory) w.races.meet(members, count);
+        if (orders_memory && w.races.on()) w.races.meet(members, count);
         give_results(meeting, &w.fibers[first]);
         if (w.failure.fault != Fault::kNone) stop(w);
         warp.open &= ~(1u << index);
@@ -340,15 +303,22 @@ void semaphore_wait(Place place, const int* counter, int at_least) {
         fiber.state = State::kAtSemaphore;
         switch_to_next(w, fiber);
     }
-    w.races.acquire_at(w.running, address);
+    if (!w.races.on()) return;
+    const unsigned int index = static_cast<unsigned int>(w.running);
+    w.races.acquire_at(index, address, at_least);
+    if (!watch_thread(w, index, Access::kAtomic, address, sizeof(int), place)) stop(w);
 }
 
 void semaphore_add(Place place, int* counter, int value) {
     Worker& w = worker();
     const uintptr_t address = reinterpret_cast<uintptr_t>(counter);
     find_range(Access::kStore, address, sizeof(int), alignof(int), place);
-    w.races.release_at(w.running, address);
     *counter += value;
+    if (w.races.on()) {
+        const unsigned int index = static_cast<unsigned int>(w.running);
+        if (!watch_thread(w, index, Access::kAtomic, address, sizeof(int), place)) stop(w);
+        w.races.release_at(index, address, *counter);
+    }
     wake_at_semaphores(w);
     yield(place);
 }

@@ -12,12 +12,11 @@
 namespace host {
 namespace {
 
-const char* fetch_shared(Worker& w, Block& block, uint32_t offset, size_t bytes, Who who,
-                         Place place, int fiber) {
+const char* fetch_shared(
+    Worker& w, Block& block, uint32_t offset, size_t bytes, Place place, int fiber) {
     static const char nothing[128] = {};
     const unsigned char* const pointer = block.shared + offset;
     if (!check_shared(w, block, Access::kLoad, pointer, bytes, bytes, place, fiber)) return nothing;
-    watch(w, who, Access::kLoad, reinterpret_cast<uintptr_t>(pointer), bytes, place, fiber);
     return reinterpret_cast<const char*>(pointer);
 }
 
@@ -28,8 +27,12 @@ struct MatrixRows {
     void* row;
 };
 
-void check_rows(Worker& w, const Fiber* fibers, const MatrixRows* const* lanes, int count,
-                Access access, Place place) {
+void check_rows(Worker& w,
+                const Fiber* fibers,
+                const MatrixRows* const* lanes,
+                int count,
+                Access access,
+                Place place) {
     for (int lane = 0; lane < 8 * count; ++lane) {
         const int fiber = static_cast<int>(&fibers[lane] - w.fibers);
         const uintptr_t address = reinterpret_cast<uintptr_t>(lanes[lane]->row);
@@ -37,7 +40,7 @@ void check_rows(Worker& w, const Fiber* fibers, const MatrixRows* const* lanes, 
                           kPieceBytes, place, fiber)) {
             return;
         }
-        watch(w, fiber, access, address, kPieceBytes, place, fiber);
+        watch_thread(w, static_cast<unsigned int>(fiber), access, address, kPieceBytes, place);
         if (access == Access::kStore) tag_written(w, fibers[lane], address, kPieceBytes, place);
     }
 }
@@ -102,7 +105,8 @@ void mma_sync(
 
 constexpr unsigned int kWarpsInGroup = 4;
 constexpr int kMaxAccumulators = kMaxColumns / 2;
-// A signalling NaN: arithmetic makes it a quiet one, so that accumulators which were touched differ.
+// A signalling NaN: arithmetic makes it a quiet one, so that accumulators which were touched
+// differ.
 constexpr uint32_t kAccumulatorPoison = 0xffbfffff;
 
 // A product of one warp under way.
@@ -111,8 +115,8 @@ struct Wgmma {
     WgmmaCall call;  // of lane 0
     Place place;
     unsigned int group;
-    int fiber;  // of lane 0
-    Who actor;
+    int fiber;       // of lane 0
+    Actor actor;     // as it is issued
     bool continues;  // adds to what an earlier product under way leaves in the accumulators
     bool computed;   // at its issue: `product` is there
     float* d[kWarpSize];
@@ -125,11 +129,12 @@ struct Wgmma {
 template <class T>
 void gather_operands(Worker& w, const Wgmma& it, Proxy proxy, float* a, float* b) {
     Block& block = *w.fibers[it.fiber].block;
-    const auto fetch = [&](uint32_t address) -> const void* {
-        const void* const piece =
-            fetch_shared(w, block, address, kPieceBytes, it.actor, it.place, it.fiber);
-        check_proxy(w, block, it.fiber, proxy,
-                    reinterpret_cast<uintptr_t>(block.shared + address), kPieceBytes, it.place);
+    const bool watched = w.races.on() && proxy == Proxy::kRead;
+    const auto fetch = [&](uint32_t offset) -> const void* {
+        const void* const piece = fetch_shared(w, block, offset, kPieceBytes, it.place, it.fiber);
+        const uintptr_t address = reinterpret_cast<uintptr_t>(block.shared + offset);
+        if (watched) watch(w, it.actor, Access::kLoad, address, kPieceBytes, it.place);
+        check_proxy(w, block, it.fiber, proxy, address, kPieceBytes, it.place);
         return piece;
     };
     const WgmmaCall& call = it.call;
@@ -137,8 +142,9 @@ void gather_operands(Worker& w, const Wgmma& it, Proxy proxy, float* a, float* b
         gather_a<T>(it.a, a);
     } else {
         const unsigned int warp = thread_of(w.fibers[it.fiber]) / kWarpSize % kWarpsInGroup;
-        gather_a<T>(decode_descriptor(call.a_descriptor), call.a_transposed ? Major::kMn : Major::kK,
-                    static_cast<int>(warp) * kSlab, kSlab, fetch, a);
+        gather_a<T>(decode_descriptor(call.a_descriptor),
+                    call.a_transposed ? Major::kMn : Major::kK, static_cast<int>(warp) * kSlab,
+                    kSlab, fetch, a);
     }
     gather_b<T>(decode_descriptor(call.b_descriptor), call.b_transposed ? Major::kMn : Major::kK,
                 call.n, fetch, b);
@@ -199,7 +205,8 @@ void check_wgmma(Worker& w, Place place, const Fiber* fibers, const WgmmaCall* c
         return note_misuse(w, place, -1, "needs a warpgroup of 128 threads");
     }
     if (!warp.fenced) {
-        return note_misuse(w, place, -1, "needs wgmma_fence() before it: registers may have changed");
+        return note_misuse(w, place, -1,
+                           "needs wgmma_fence() before it: registers may have changed");
     }
     const uint64_t mark = mark_of(call);
     for (int i = 1; i < kWarpSize; ++i) {
@@ -237,12 +244,10 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         it->place = place;
         it->group = warp.product_groups;
         it->fiber = static_cast<int>(&fibers[0] - w.fibers);
-        it->actor = w.races.begin(static_cast<unsigned int>(it->fiber));
         it->continues = it->computed = false;
         for (int i = 0; i < kWarpSize; ++i) {
             it->d[i] = lanes[i]->d;
             it->a[i] = lanes[i]->a;
-            if (i) w.races.join(it->actor, static_cast<unsigned int>(it->fiber + i));
         }
         for (const Wgmma* other = warp.first_product; other; other = other->next) {
             it->continues |= other->d[0] == it->d[0];
@@ -251,9 +256,13 @@ void wgmma_issue(Place place, const WgmmaCall& mine) {
         (warp.first_product ? warp.last_product->next : warp.first_product) = it;
         warp.last_product = it;
         ++warp.products;
+        if (w.races.on()) {
+            it->actor =
+                w.races.product(static_cast<unsigned int>(it->fiber), time_of_group(it->group));
+        }
         if (w.schedule.choose(2)) {
             compute_product(w, *it, Proxy::kRead);
-        } else if (fibers[0].block->tagged) {
+        } else if (fibers[0].block->tagged || w.races.on()) {
             check_operands(w, *it);
         }
     });
@@ -277,10 +286,13 @@ void finish_product(Worker& w, Warp& warp) {
         }
     }
     accumulate(it.product, it.call.n, it.call.accumulate ? before : nullptr, it.d);
-    Clock done = {};
-    w.races.end(it.actor, done);
-    for (int i = 0; i < kWarpSize; ++i) w.races.acquire(it.fiber + i, done);
-    w.races.clear(done);
+    if (w.races.on()) {
+        const unsigned int first = static_cast<unsigned int>(it.fiber);
+        const unsigned int number = thread_of(w.fibers[first]) / kWarpSize;
+        for (unsigned int lane = first; lane < first + kWarpSize; ++lane) {
+            w.races.finished(lane, Engine::kProduct, number, time_of_group(it.group));
+        }
+    }
     warp.first_product = it.next;
     it.next = w.spare_products;
     w.spare_products = &it;

@@ -23,7 +23,7 @@ inline Struct& shared_memory() {
 
 // A thread mostly stays in the array of its previous access, which is looked at first.
 template <class T>
-inline void check(host::Access access, const T* p, host::Place place) {
+HOST_UNWATCHED inline void check(host::Access access, const T* p, host::Place place) {
     host::Thread& thread = host::self();
     const host::Range*& recent = thread.recent[static_cast<int>(access)];
     const uintptr_t address = reinterpret_cast<uintptr_t>(p);

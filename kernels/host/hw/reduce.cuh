@@ -7,7 +7,7 @@
 namespace hw {
 
 template <int N>
-inline void reduce_add(float* global, const float (&v)[N], HOST_PLACE) {
+HOST_UNWATCHED inline void reduce_add(float* global, const float (&v)[N], HOST_PLACE) {
     static_assert(N == 2 || N == 4, "red.global.add adds 1, 2 or 4 numbers");
     const host::Executor* executor = host::self().executor;
     const uintptr_t address = reinterpret_cast<uintptr_t>(global);

@@ -22,9 +22,7 @@ struct Placed {
     const char* file;
     int line;
 
-    Placed(T& argument,
-           const char* of_file = __builtin_FILE(),
-           int of_line = __builtin_LINE())
+    Placed(T& argument, const char* of_file = __builtin_FILE(), int of_line = __builtin_LINE())
         : value(argument), file(of_file), line(of_line) {}
 };
 
@@ -34,8 +32,8 @@ inline host::BulkCopy box_copy(host::BulkCopy::Kind kind,
                                const TensorMap& map,
                                C... coordinates) {
     static_assert(sizeof...(C) >= 1 && sizeof...(C) <= 5, "a tensor has 1 to 5 dimensions");
-    return {kind, const_cast<void*>(shared), nullptr, 0, map.bytes, sizeof...(C), {coordinates...},
-            nullptr};
+    return {kind,         const_cast<void*>(shared), nullptr, 0, map.bytes,
+            sizeof...(C), {coordinates...},          nullptr};
 }
 
 template <CacheHint Hint = CacheHint::kNone, class... C>
@@ -67,15 +65,13 @@ inline host::BulkCopy stretch(host::BulkCopy::Kind kind,
                               const void* global,
                               int bytes,
                               MBarrier* barrier) {
-    return {kind,    const_cast<void*>(shared), const_cast<void*>(global), bytes, nullptr, 0, {},
+    return {kind,   const_cast<void*>(shared), const_cast<void*>(global), bytes, nullptr, 0, {},
             barrier};
 }
 
-inline void bulk_load(
-    void* shared, const void* global, int bytes, MBarrier& barrier, HOST_PLACE) {
+inline void bulk_load(void* shared, const void* global, int bytes, MBarrier& barrier, HOST_PLACE) {
     host::self().executor->bulk_copy(
-        {"bulk_load", file, line},
-        stretch(host::BulkCopy::kLoad, shared, global, bytes, &barrier));
+        {"bulk_load", file, line}, stretch(host::BulkCopy::kLoad, shared, global, bytes, &barrier));
 }
 
 inline void bulk_store(void* global, const void* shared, int bytes, HOST_PLACE) {

@@ -40,14 +40,11 @@ template <int N>
 constexpr bool kIsWgmmaWidth = N >= 8 && N <= 256 && N % 8 == 0;
 
 template <class T, int N, bool TransA = false, bool TransB = false>
-inline void wgmma(float (&d)[N / 2],
-                  unsigned long long a,
-                  unsigned long long b,
-                  bool accumulate,
-                  HOST_PLACE) {
+inline void wgmma(
+    float (&d)[N / 2], unsigned long long a, unsigned long long b, bool accumulate, HOST_PLACE) {
     static_assert(kIsWgmmaWidth<N>, "wgmma has 8 to 256 columns, a multiple of 8");
-    host::self().executor->wgmma(
-        {"wgmma", file, line}, {d, nullptr, a, b, N, kElement<T>, TransA, TransB, accumulate});
+    host::self().executor->wgmma({"wgmma", file, line},
+                                 {d, nullptr, a, b, N, kElement<T>, TransA, TransB, accumulate});
 }
 
 template <class T, int N, bool TransB = false>

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Numbers for what races remember: places in the source, and what was said through addresses.
+#pragma once
+#include "host/executor/races/shadow.h"
+
+namespace host {
+namespace {
+
+// A plain access has an instruction's offset into the kernel's library instead of a line, and the
+// caller of cuflash_launch finds the line; see Text::add_place.
+Place place_of_instruction(uintptr_t offset) {
+    return {nullptr, nullptr, static_cast<int>(offset)};
+}
+
+constexpr uint32_t kMaxPlaces = 1 << 14;
+constexpr Source kPlaceBit = Source{1} << 31;
+
+class Places {
+  public:
+    bool open() {
+        places_ = static_cast<Place*>(reserve_zeros(kMaxPlaces * sizeof(Place)));
+        return places_;
+    }
+    void close() {
+        if (places_) munmap(places_, kMaxPlaces * sizeof(Place));
+    }
+
+    static bool is_plain(const Place& place) { return !place.file; }
+
+    Source source(const Place& place) {
+        if (is_plain(place)) return static_cast<Source>(place.line);
+        const uintptr_t hash =
+            (reinterpret_cast<uintptr_t>(place.call) ^ static_cast<uintptr_t>(place.line)) *
+            0x9e3779b97f4a7c15;
+        // A kernel has far fewer places, so there is always a free one.
+        for (uint32_t i = static_cast<uint32_t>(hash >> 40);; ++i) {
+            Place& found = places_[i % kMaxPlaces];
+            if (!found.file) found = place;
+            if (found.file == place.file && found.line == place.line && found.call == place.call) {
+                return kPlaceBit | i % kMaxPlaces;
+            }
+        }
+    }
+    Place place(Source source) const {
+        return source & kPlaceBit ? places_[source & ~kPlaceBit] : place_of_instruction(source);
+    }
+
+  private:
+    Place* places_;
+};
+
+// What an address has to tell: to fences of those who read it atomically, and of a semaphore, to
+// those who wait for its values.
+struct Signal {
+    uintptr_t address;
+    Foreign* heard;
+    uint32_t newest;  // number of an event, or 0
+};
+
+// A semaphore got a value.
+struct Event {
+    int value;
+    Foreign* heard;
+    uint32_t older;  // number of the event before
+};
+
+constexpr size_t kMaxSignals = size_t{1} << 22;
+
+class Signals {
+  public:
+    bool open() {
+        signals_ = static_cast<Signal*>(reserve_zeros(kMaxSignals * sizeof(Signal)));
+        return signals_;
+    }
+    void close() {
+        if (signals_) munmap(signals_, kMaxSignals * sizeof(Signal));
+    }
+
+    // Null if there is none and none is to be made.
+    Signal* find(uintptr_t address, bool make) {
+        const uintptr_t hash = address * 0x9e3779b97f4a7c15;
+        for (size_t i = hash >> 40;; ++i) {
+            Signal& found = signals_[i % kMaxSignals];
+            if (found.address == address) return &found;
+            if (found.address) continue;
+            if (!make) return nullptr;
+            found.address = address;
+            return &found;
+        }
+    }
+
+  private:
+    Signal* signals_;
+};
+
+}  // namespace
+}  // namespace host

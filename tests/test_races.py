@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instrumented build: races are found in every schedule, and right kernels are silent."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import numpy as np
+import pytest
+from builder import KERNELS, Builder, aligned, buffers, pack
+
+from cuflash import host
+
+SEEDS = range(7)
+WAYS = (
+    "reduction", "transposition", "warps", "named", "bulk loads", "double buffer", "product",
+    "in turn", "last block", "blocks", "bulk stores", "atomics", "bytes", "mistakes",
+)  # fmt: skip
+#: What a bug is reported as, with the names of lines in braces; two: a race between them.
+BUGS = {
+    ("reduction", 1): ("{write}", "{read}"),
+    ("transposition", 1): ("{write}", "{read}"),
+    ("transposition", 2): ("{write}", "{read}"),
+    ("warps", 1): ("{write}", "{read}"),
+    ("named", 1): ("{write}", "{read}"),
+    ("named", 2): ("{write}", "{read}"),
+    ("bulk loads", 1): ("{write}", "{read}"),
+    ("bulk loads", 2): ("{write}", "{read}"),
+    ("bulk loads", 3): ("{write}", "{read}"),
+    ("bulk loads", 4): ("mbarrier_wait, ", "{wait}"),
+    ("double buffer", 1): ("{copy}", "{read}"),
+    ("double buffer", 2): ("{copy}", "{read}"),
+    ("double buffer", 3): ("{copy}", "{read}"),
+    ("product", 1): ("{write}", "{read}"),
+    ("product", 2): ("without fence_proxy_async", "{write}", "{read}"),
+    ("product", 3): ("{early}", "{read}"),
+    ("product", 4): ("{write}", "{read}"),
+    ("in turn", 1): ("{write}", "{read}"),
+    ("in turn", 2): ("{write}", "{read}"),
+    ("in turn", 3): ("{write}", "{read}"),
+    ("last block", 1): ("{write}", "{read}"),
+    ("last block", 2): ("{write}", "{read}"),
+    ("blocks", 1): ("{blocks}", "{blocks}"),
+    ("bulk stores", 1): ("{fill}", "{copy}"),
+    ("bulk stores", 2): ("{copy}", "{copy}"),
+    ("bulk stores", 3): ("{global}", "{copy}"),
+    ("atomics", 1): ("{add}", "{write}"),
+    ("atomics", 2): ("{add}", "{read}"),
+    ("bytes", 1): ("{one}", "{two}"),
+    ("mistakes", 1): ("which nobody had written since the block began", "{unwritten}"),
+    ("mistakes", 2): ("access to the stack of thread 0", "{stack}"),
+    ("mistakes", 3): ("access 0 bytes past the end of dynamic shared memory", "{shared}"),
+    ("mistakes", 4): ("out (16384 bytes from", "reaches 4 bytes past its end", "{global}"),
+    ("mistakes", 5): ("write to x, which is read-only", "{read-only}"),
+}  # fmt: skip
+SMEM_BYTES = 3 * 4096
+
+
+def line_of(way: str, name: str) -> str:
+    comment = f"// {way}" if name == way else f"// {way}: {name}"
+    lines = (KERNELS / "races.cu").read_text(encoding="utf-8").splitlines()
+    (line,) = (i for i, text in enumerate(lines, 1) if text.endswith(comment))
+    return f"races.cu:{line}"
+
+
+def run(kernel: host.HostKernel, way: str, bug: int, seed: int, grid: int = 3) -> np.ndarray:
+    memory = np.zeros((3, 8192), np.float32)
+    memory = memory[:, (-memory.ctypes.data // 4) % 32 :][:, :4096]
+    x, out = memory[0], memory[1]
+    x[:] = np.arange(4096)
+    counter = np.zeros(64, np.int32)
+    arrays = buffers(writable="out counter", x=x, out=out, counter=counter)
+    params = struct.pack("PPPii", *(low for _, low, _, _ in arrays), WAYS.index(way), bug)
+    kernel.launch(grid, 128, SMEM_BYTES, params, arrays, seed, smem_alignment=1024, in_order=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def kernel(build: Builder) -> host.HostKernel:
+    return build.kernel("races", instrumented=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_right_kernels_are_silent(kernel: host.HostKernel, way: str) -> None:
+    for seed in SEEDS:
+        run(kernel, way, 0, seed)
+
+
+def check(kernel: host.HostKernel, way: str, bug: int, seed: int) -> None:
+    with pytest.raises(host.KernelFault) as caught:
+        run(kernel, way, bug, seed)
+    text = str(caught.value)
+    expected = BUGS[way, bug]
+    if len(expected) == 2 and expected[0].startswith("{"):
+        assert re.search(r"race in (shared|global) memory: .*, not ordered after ", text), text
+    lines = [line_of(way, part[1:-1]) for part in expected if part.startswith("{")]
+    assert all(part in text for part in expected if not part.startswith("{")), text
+    for line in set(lines):
+        assert len(re.findall(rf"{re.escape(line)}\b", text)) == lines.count(line), text
+
+
+@pytest.mark.parametrize(("way", "bug"), BUGS)
+def test_bugs_are_reported(kernel: host.HostKernel, way: str, bug: int) -> None:
+    for seed in SEEDS:
+        check(kernel, way, bug, seed)
+
+
+# --- Made-up programs ----------------------------------------------------------------------------
+
+(READ, WRITE, ATOMIC, SYNC_THREADS, SYNC_WARP, NAMED_SYNC, NAMED_ARRIVE, ARRIVE, WAIT, ADD,
+ AWAIT) = range(1, 12)  # fmt: skip
+BLOCKS, THREADS, ARRIVALS = 2, 64, 3
+
+
+class Program:
+    """Steps of all threads in an order that is possible, and whether two of them race."""
+
+    def __init__(self, random: np.random.Generator, rounds: int) -> None:
+        self.random = random
+        self.steps: list[list[list[int]]] = [[[] for _ in range(THREADS)] for _ in range(BLOCKS)]
+        # Which accesses each thread knows of, as bits.
+        self.known = [[0] * THREADS for _ in range(BLOCKS)]
+        self.accesses: list[tuple[int, range, int]] = []
+        self.races = False
+        self.barriers = [0] * BLOCKS
+        self.semaphores: list[int] = []  # each one's values so far
+        self.heard: list[list[int]] = []
+        ways = (self.threads, self.warp, self.named, self.mbarrier, self.semaphore)
+        for _ in range(rounds):
+            for _ in range(random.integers(1, 4)):
+                self.access()
+            random.choice(ways)()
+
+    def add(self, block: int, thread: int, step: int, place: int = 0, size: int = 0) -> None:
+        self.steps[block][thread].append(step | place << 8 | size << 16)
+
+    def some(self, count: int) -> list[int]:
+        return [int(x) for x in self.random.choice(THREADS, count, replace=False)]
+
+    def access(self) -> None:
+        kind = int(self.random.choice([READ, READ, WRITE, ATOMIC]))
+        size = 4 if kind == ATOMIC else 1 << int(self.random.integers(5))
+        place = int(self.random.integers(32 // size)) * size
+        is_global = bool(self.random.integers(2))
+        block = int(self.random.integers(BLOCKS))
+        # Lanes of one warp, of two, or a thread alone.
+        for thread in self.some(int(self.random.integers(1, 4))) if kind != WRITE else self.some(1):
+            self.add(block, thread, kind, place + 64 * is_global, size)
+            start = place + 1000 * (BLOCKS if is_global else block)
+            bytes_ = range(start, start + size)
+            for i, (other, others, _) in enumerate(self.accesses):
+                apart = bytes_.stop <= others.start or others.stop <= bytes_.start
+                peaceful = kind == other and kind != WRITE
+                if not apart and not peaceful and not self.known[block][thread] >> i & 1:
+                    self.races = True
+            self.known[block][thread] |= 1 << len(self.accesses)
+            self.accesses.append((kind, bytes_, thread))
+
+    def meet(self, block: int, givers: list[int], takers: list[int]) -> None:
+        known = 0
+        for thread in givers:
+            known |= self.known[block][thread]
+        for thread in takers:
+            self.known[block][thread] |= known
+
+    def threads(self) -> None:
+        block = int(self.random.integers(BLOCKS))
+        everybody = list(range(THREADS))
+        for thread in everybody:
+            self.add(block, thread, SYNC_THREADS)
+        self.meet(block, everybody, everybody)
+
+    def warp(self) -> None:
+        block, warp = (int(x) for x in self.random.integers(2, size=2))
+        lanes = list(range(32 * warp, 32 * warp + 32))
+        for thread in lanes:
+            self.add(block, thread, SYNC_WARP)
+        self.meet(block, lanes, lanes)
+
+    def named(self) -> None:
+        block, giver = (int(x) for x in self.random.integers(2, size=2))
+        barrier = len(self.steps[block][0]) % 15 + 1
+        for thread in range(THREADS):
+            step = NAMED_ARRIVE if thread // 32 == giver else NAMED_SYNC
+            self.add(block, thread, step, barrier)
+        takers = [t for t in range(THREADS) if t // 32 != giver]
+        self.meet(block, list(range(THREADS)), takers)
+        # The arriving warp must not be a round ahead at the same barrier.
+        self.threads_of(block)
+
+    def threads_of(self, block: int) -> None:
+        everybody = list(range(THREADS))
+        for thread in everybody:
+            self.add(block, thread, SYNC_THREADS)
+        self.meet(block, everybody, everybody)
+
+    def mbarrier(self) -> None:
+        block = int(self.random.integers(BLOCKS))
+        barrier = self.barriers[block]
+        if barrier == 16:
+            return
+        self.barriers[block] += 1
+        givers, takers = self.some(ARRIVALS), self.some(5)
+        for thread in givers:
+            self.add(block, thread, ARRIVE, barrier)
+        for thread in takers:
+            self.add(block, thread, WAIT, barrier)
+        self.meet(block, givers, takers)
+
+    def semaphore(self) -> None:
+        """A thread of one block adds; threads of the other wait for this or an earlier value."""
+        block = int(self.random.integers(BLOCKS))
+        (giver,) = self.some(1)
+        if not self.heard or self.random.integers(2):
+            self.heard.append([0])
+            self.semaphores.append(block)
+        semaphore = int(self.random.integers(len(self.heard)))
+        block, heard = self.semaphores[semaphore], self.heard[semaphore]
+        # Adders come one after the other, so that each value has one past.
+        if len(heard) > 1:
+            self.add(block, giver, AWAIT, semaphore, len(heard) - 1)
+            self.known[block][giver] |= heard[-1]
+        self.add(block, giver, ADD, semaphore)
+        heard.append(heard[-1] | self.known[block][giver])
+        value = int(self.random.integers(1, len(heard)))
+        for thread in self.some(3):
+            self.add(1 - block, thread, AWAIT, semaphore, value)
+            self.known[1 - block][thread] |= heard[value]
+
+    def run(self, kernel: host.HostKernel, seed: int) -> None:
+        count = max(len(steps) for block in self.steps for steps in block)
+        steps = np.zeros((BLOCKS, THREADS, count), np.int32)
+        for i, block in enumerate(self.steps):
+            for j, mine in enumerate(block):
+                steps[i, j, : len(mine)] = mine
+        out, semaphores = aligned(np.zeros(64, np.uint8)), np.zeros(64, np.int32)
+        arrays = buffers(writable="out semaphores", steps=steps, out=out, semaphores=semaphores)
+        params = pack(steps, out, semaphores, count, ARRIVALS)
+        kernel.launch(BLOCKS, THREADS, 64 + 16 * 8, params, arrays, seed, resident=BLOCKS)
+
+
+def test_races_of_made_up_programs(build: Builder) -> None:
+    """A race is reported if and only if there is one, whatever the order of threads."""
+    kernel = build.kernel("steps", instrumented=True)
+    found = [0, 0]
+    for number in range(300):
+        program = Program(np.random.default_rng(number), 1 + number % 12)
+        found[program.races] += 1
+        for seed in (number % 7, (number + 3) % 7):
+            try:
+                program.run(kernel, seed)
+                raced = False
+            except host.KernelFault as error:
+                assert "race in " in str(error), error
+                raced = True
+            assert raced == program.races, f"program {number}, seed {seed}"
+    assert min(found) > 60
