@@ -100,11 +100,13 @@ __device__ __forceinline__ void look(uint64 (&seen)[kSlabs],
 // Whether one has is asked of the scores' bits as integers: the order of positive numbers is the
 // same, negative ones are below all of them, and three of them are compared at once. For a limit
 // below 0, which says nothing then, the answer is yes.
-__device__ __forceinline__ void raise(LazyRow (&rows)[kRows],
+// Returns whether a row of the warp now has a large shift; `large` is what was returned before.
+__device__ __forceinline__ bool raise(LazyRow (&rows)[kRows],
                                       float (&out)[kSlabs][kCols8][4],
                                       const float (&s)[kSlabs][kKeys8][4],
                                       float factor,
-                                      float headroom) {
+                                      float headroom,
+                                      bool large) {
     bool grows = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -118,7 +120,8 @@ __device__ __forceinline__ void raise(LazyRow (&rows)[kRows],
         const float limit = rows[r].limit(headroom);
         grows = grows || limit < 0.0f || largest > __float_as_int(limit);
     }
-    if (!__any_sync(0xffffffffu, grows)) return;
+    if (!__any_sync(0xffffffffu, grows)) return large;
+    large = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         float largest = -softmax::infinity<float>();
@@ -128,15 +131,18 @@ __device__ __forceinline__ void raise(LazyRow (&rows)[kRows],
             largest = softmax::larger(largest, softmax::larger(x[r % 2 * 2], x[r % 2 * 2 + 1]));
         }
         const float scale = rows[r].raise(softmax::row_max<4>(largest), factor);
+        large = large || rows[r].is_large(factor);
 #pragma unroll
         for (int n = 0; n < kCols8; ++n) {
             out[r / 2][n][r % 2 * 2] *= scale;
             out[r / 2][n][r % 2 * 2 + 1] *= scale;
         }
     }
+    return __any_sync(0xffffffffu, large);
 }
 
 // Scores become probabilities, up to a factor of the row.
+template <bool kLarge>
 __device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
                                              LazyRow (&rows)[kRows],
                                              const Scores& score,
@@ -151,7 +157,8 @@ __device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float& x = s[r / 2][n][r % 2 * 2 + i];
-                x = hw::exp2_approx(fmaf(x, factor, -shift));
+                x = kLarge ? rows[r].exponential(x, factor)
+                           : hw::exp2_approx(fmaf(x, factor, -shift));
                 rows[r].sum += x;
                 if constexpr (plan::kDropout) {
                     x = score.survives(x, randoms[r], key + 8 * n + fragment::col_of(i));
@@ -165,7 +172,6 @@ __device__ __forceinline__ void write_results(const Params& p,
                                               const Work& work,
                                               const Scores& score,
                                               int32 query,
-                                              float factor,
                                               LazyRow (&rows)[kRows],
                                               const float (&out)[kSlabs][kCols8][4]) {
     const Matrix to = query_matrix(p.out, work.entry, work.head, p.head_dim_v);
@@ -177,7 +183,7 @@ __device__ __forceinline__ void write_results(const Params& p,
         if (row >= to.rows) continue;
         if (p.lse.data && fragment::lane() % 4 == 0) {
             const Vector lse = vector(p.lse, work.entry, work.head);
-            hw::store(lse.at(row), rows[r].log_sum_exp(total, factor));
+            hw::store(lse.at(row), rows[r].log_sum_exp(total, kScored ? 1.0f : score.unit()));
         }
         Element* const at = to.data + row * to.stride_row;
 #pragma unroll
@@ -210,7 +216,7 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp;
     const int32 query = first_query + warp_row;
     const TileRange keys = score.band.key_tiles(first_query, plan::kTileQ, plan::kTileKv);
-    const float factor = kScored ? softmax::kLog2e : score.power_of_two();
+    const float factor = kScored ? softmax::kLog2e : score.unit() * softmax::kLog2e;
     const float headroom = softmax::kHeadroom / factor;
 
     LazyRow rows[kRows];
@@ -227,6 +233,7 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         randoms[r] =
             score.row(query + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2));
     }
+    bool large = kScored;  // until the first tile tells: a sink may be large
     float out[kSlabs][kCols8][4];
     fragment::clear(out);
 
@@ -260,8 +267,12 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         hw::cp_async_commit();
 
         finish_scores(s, score, query, key, hides);
-        raise(rows, out, s, factor, headroom);
-        exponentials(s, rows, score, randoms, key, factor);
+        large = raise(rows, out, s, factor, headroom, large);
+        if (large) {
+            exponentials<true>(s, rows, score, randoms, key, factor);
+        } else {
+            exponentials<false>(s, rows, score, randoms, key, factor);
+        }
         if (careful) {
             uint64 seen[kSlabs];
             look(seen, score, query, key);
@@ -272,7 +283,7 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         }
         fragment::add_x_b(out, s, smem.v);
     }
-    write_results(p, work, score, query, factor, rows, out);
+    write_results(p, work, score, query, rows, out);
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)

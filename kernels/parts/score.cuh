@@ -105,9 +105,9 @@ struct Scores {
         return s;
     }
 
-    // exp(|scale| * product) = exp2(power_of_two() * product). Not 0: -inf must remain hidden.
-    __device__ __forceinline__ float power_of_two() const {
-        return fmaxf(fabsf(static_cast<float>(scale)) * 1.4426950408889634f, 1e-30f);
+    // |scale|, for kernels that keep scores in units of products. Not 0: -inf must remain hidden.
+    __device__ __forceinline__ float unit() const {
+        return fmaxf(fabsf(static_cast<float>(scale)), 1e-30f);
     }
 
     // May pairs of this tile be hidden? If not, no pair need be asked about.

@@ -5,13 +5,17 @@
 // over lanes and the rescaling of results are rare.
 //
 // Scores come in units of the caller's: exp2(score * factor) is what is summed. `factor` is positive.
+// A fused multiply-add, score * factor - shift, is exact but for the rounding of the shift, which all
+// exponentials of a row share. That is of no account until shifts are large: then scores are
+// compared first, (score - reference) * factor, at one instruction more.
 #pragma once
 #include "hw/math.cuh"
 #include "parts/softmax.cuh"
 
 namespace softmax {
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLargeShift = 4096.0f;
 constexpr float kHeadroom = 8.0f;  // powers of two between reference and the largest exponential
 
 // The state of one row, of which several lanes have some columns each. All that can be had from the
@@ -25,15 +29,23 @@ struct LazyRow {
     // A row whose denominator begins with exp(sink); one of its lanes counts it.
     __device__ static __forceinline__ LazyRow with_sink(float sink, float factor, bool counts) {
         LazyRow row = {sink, 0.0f};
-        if (counts) row.sum = hw::exp2_approx(fmaf(sink, factor, -row.shift(factor)));
+        if (counts) row.sum = row.exponential(sink, factor);
         return row;
     }
 
-    // What exponents are shifted by: 0 where the row has seen no key, or an infinite score, for
-    // there would be inf - inf.
-    __device__ __forceinline__ float shift(float factor) const {
-        const bool finite = reference - reference == 0.0f;
-        return finite ? reference * factor : 0.0f;
+    // The reference, or 0 where the row has seen no key, or an infinite score: there would be
+    // inf - inf.
+    __device__ __forceinline__ float base() const {
+        return reference - reference == 0.0f ? reference : 0.0f;
+    }
+    __device__ __forceinline__ float shift(float factor) const { return base() * factor; }
+    __device__ __forceinline__ bool is_large(float factor) const {
+        return fabsf(shift(factor)) > kLargeShift;
+    }
+
+    // Exact at the reference, however large it is.
+    __device__ __forceinline__ float exponential(float score, float factor) const {
+        return hw::exp2_approx((score - base()) * factor);
     }
 
     // Scores up to here leave the reference where it is. `headroom` is kHeadroom / factor.
@@ -42,18 +54,24 @@ struct LazyRow {
     // Make `candidate` the reference if it is larger; returns the factor for all that was
     // accumulated before. Infinite scores as in Row.
     __device__ __forceinline__ float raise(float candidate, float factor) {
-        const float before = reference, old_shift = shift(factor);
+        const LazyRow before = *this;
         reference = larger(reference, candidate);
-        float scale = hw::exp2_approx(old_shift - shift(factor));
-        if (before == -infinity<float>()) scale = 0.0f;
-        if (reference == infinity<float>()) scale = static_cast<float>(before == reference);
+        const float steps = before.is_large(factor) || is_large(factor)
+                                ? (before.base() - base()) * factor
+                                : before.shift(factor) - shift(factor);
+        float scale = hw::exp2_approx(steps);
+        if (before.reference == -infinity<float>()) scale = 0.0f;
+        if (reference == infinity<float>()) {
+            scale = static_cast<float>(before.reference == reference);
+        }
         sum *= scale;
         return scale;
     }
 
-    // log(sum of exp(score)), -inf for a row that has seen no key. `total` is over all lanes.
-    __device__ __forceinline__ float log_sum_exp(float total, float factor) const {
-        return total == 0.0f ? -infinity<float>() : (shift(factor) + log2f(total)) * kLn2;
+    // log(sum of exp(score)) in natural units, of which a score's unit is `unit`; -inf for a row that
+    // has seen no key. `total` is the sum over all lanes.
+    __device__ __forceinline__ float log_sum_exp(float total, float unit) const {
+        return total == 0.0f ? -infinity<float>() : base() * unit + logf(total);
     }
 };
 
