@@ -318,7 +318,7 @@ class HostKernel:
         self._name = name
         self._path = os.fspath(library)
         self._library = ctypes.CDLL(self._path)
-        self._instrumented = hasattr(self._library, "cuflash_instrumented")
+        self.instrumented = hasattr(self._library, "cuflash_instrumented")
         self._library.cuflash_params_bytes.restype = ctypes.c_size_t
         self._params_bytes = self._library.cuflash_params_bytes()
         self._entry = ctypes.cast(self._library.cuflash_entry, ctypes.c_void_p).value
@@ -388,7 +388,7 @@ class HostKernel:
             raise ValueError(f"resident must be from 0 to {_MAX_RESIDENT}, got {resident}")
         launch = _Launch(
             entry=self._entry,
-            instrumented=self._instrumented,
+            instrumented=self.instrumented,
             in_order=in_order,
             resident=resident,
             shared_alignment=smem_alignment,

@@ -150,9 +150,10 @@ inline T sum(T a, T b) {
 
 }  // namespace host
 
-#define HOST_ATOMIC(name, T, result)                                                           \
-    inline T name(T* address, T value, HOST_PLACE) {                                           \
-        return host::atomic(address, {#name, file, line}, [=](T old) -> T { return result; }); \
+#define HOST_ATOMIC(name, T, result)                                              \
+    inline T name(T* address, T value, HOST_PLACE) {                              \
+        return host::atomic(address, {#name, file, line},                         \
+                            [=]([[maybe_unused]] T old) -> T { return result; }); \
     }
 HOST_ATOMIC(atomicAdd, int, host::sum(old, value))
 HOST_ATOMIC(atomicAdd, unsigned int, host::sum(old, value))

@@ -51,22 +51,26 @@ void plain_access(Access access, uintptr_t address, size_t bytes, uintptr_t inst
     if (!w.races.on()) return;
     const unsigned int index = static_cast<unsigned int>(w.running);
     Fiber& fiber = w.fibers[index];
-    const Place place = place_of_instruction(instruction - 1 - w.image);
+    // Within the call, for what lies behind it may belong to another line.
+    const Source source = static_cast<Source>(instruction - 1 - w.image);
     const size_t offset = address - reinterpret_cast<uintptr_t>(fiber.block->shared);
     if (offset < w.launch->shared_bytes && bytes <= w.launch->shared_bytes - offset) {
-        if (access == Access::kStore) tag_written(w, fiber, address, bytes, place);
+        if (access == Access::kStore) {
+            tag_written(w, fiber, address, bytes, place_of_instruction(source));
+        }
     } else {
         const Range*& recent = fiber.thread->recent[static_cast<int>(access)];
         if (address < recent->low || address > recent->high || bytes > recent->high - address) {
             const Range* const range = look_up_range(*w.launch, access, address, bytes);
             if (!range) {
                 if (is_of_the_host(w, *fiber.thread, address)) return;
-                fail(w, {Fault::kPlainAccess, place, 0, access, address, bytes});
+                fail(w, {Fault::kPlainAccess, place_of_instruction(source), 0, access, address,
+                         bytes});
             }
             recent = range;
         }
     }
-    if (!watch_thread(w, index, access, address, bytes, place)) stop(w);
+    if (!watch(w, w.races.thread(index), access, address, bytes, source)) stop(w);
 }
 
 }  // namespace

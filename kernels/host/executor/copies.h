@@ -89,8 +89,9 @@ void cp_async(Place place, void* shared, const void* global, int bytes, bool val
     if (!w.races.on()) return;
     const Actor actor = w.races.engine(static_cast<unsigned int>(w.running), Engine::kCpAsync,
                                        thread_of(fiber), time_of_group(copy->group));
-    if (valid) watch(w, actor, Access::kLoad, source, size, place);
-    watch(w, actor, Access::kStore, reinterpret_cast<uintptr_t>(shared), size, place);
+    const Source here = w.races.source(place);
+    if (valid) watch(w, actor, Access::kLoad, source, size, here);
+    watch(w, actor, Access::kStore, reinterpret_cast<uintptr_t>(shared), size, here);
     if (w.failure.fault != Fault::kNone) stop(w);
 }
 
@@ -260,15 +261,16 @@ void watch_copy(Worker& w, const Copy& copy, const MBarrier* barrier) {
     const Actor writer =
         w.races.engine(fiber, load ? Engine::kBulkLoad : Engine::kBulkWrite, index, time);
     const Access write = copy.call.kind == BulkCopy::kAdd ? Access::kAtomic : Access::kStore;
+    const Source source = w.races.source(copy.place);
     for_each_part(copy, [&](const Part& part) {
         const uintptr_t shared = reinterpret_cast<uintptr_t>(part.shared);
         const size_t inside = part.end - part.begin;
         if (load) {
-            watch(w, writer, write, shared, part.bytes, copy.place);
-            if (inside) watch(w, reader, Access::kLoad, part.global, inside, copy.place);
+            watch(w, writer, write, shared, part.bytes, source);
+            if (inside) watch(w, reader, Access::kLoad, part.global, inside, source);
         } else {
-            watch(w, reader, Access::kLoad, shared, part.bytes, copy.place);
-            if (inside) watch(w, writer, write, part.global, inside, copy.place);
+            watch(w, reader, Access::kLoad, shared, part.bytes, source);
+            if (inside) watch(w, writer, write, part.global, inside, source);
         }
     });
     if (w.failure.fault != Fault::kNone) stop(w);

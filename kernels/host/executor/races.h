@@ -46,8 +46,8 @@ class Races {
         State& s = *state_;
         s.launch = &launch;
         s.threads = (launch.block + kWarpSize - 1) / kWarpSize * kWarpSize;
-        bool good = s.clocks.open() && s.shadow.open() && s.places.open() && s.signals.open() &&
-                    s.events.open();
+        bool good = s.clocks.open() && s.shadow.open(s.threads / kWarpSize) && s.places.open() &&
+                    s.signals.open() && s.events.open();
         s.line_bytes = (launch.shared_bytes / kLineBytes + 2) * sizeof(Record);
         for (unsigned int i = 0; i < resident; ++i) {
             s.homes[i].lines = static_cast<Record*>(reserve_zeros(s.line_bytes));
@@ -98,6 +98,7 @@ class Races {
             Self& self = s.selves[i];
             forget(s, self);
             self = {};
+            self.home = &home;
             self.times = keep(start);
             s.now[i] = 1;
             s.copied[i] = 0;
@@ -255,21 +256,21 @@ class Races {
 
     Actor thread(unsigned int fiber) const {
         const State& s = *state_;
-        const Home& home = s.homes[fiber / s.threads];
+        const Home& home = *s.selves[fiber].home;
         const unsigned int slot = fiber - home.first;
         return {fiber, view_of(s, home, slot, 1, s.selves[fiber].times),
                 make_stamp(home.index, slot, s.now[fiber])};
     }
     Actor engine(unsigned int fiber, Engine engine, unsigned int index, Time time) const {
         const State& s = *state_;
-        const Home& home = s.homes[fiber / s.threads];
+        const Home& home = *s.selves[fiber].home;
         return {fiber, view_of(s, home, fiber - home.first, 1, s.selves[fiber].times),
                 make_stamp(home.index, first_slot(engine, s.threads) + index, time)};
     }
     // Comes after what all lanes of a warp did; `fiber` is the first.
     Actor product(unsigned int fiber, Time time) {
         State& s = *state_;
-        const Home& home = s.homes[fiber / s.threads];
+        const Home& home = *s.selves[fiber].home;
         const unsigned int slot = fiber - home.first;
         Times* known = keep(s.selves[fiber].times);
         for (unsigned int i = 1; i < kWarpSize; ++i) {
@@ -286,16 +287,12 @@ class Races {
                            time)};
     }
 
-    // Returns false if the access is wrong, with the reason in `text`.
-    bool access(const Actor& actor,
-                Access access,
-                uintptr_t address,
-                size_t bytes,
-                Place place,
-                char* text,
-                size_t text_bytes) {
+    Source source(const Place& place) { return state_->places.source(place); }
+
+    // Returns false if the access races with an earlier one.
+    bool access(const Actor& actor, Access access, uintptr_t address, size_t bytes, Source source) {
         State& s = *state_;
-        Home& home = s.homes[actor.fiber / s.threads];
+        Home& home = *s.selves[actor.fiber].home;
         Record* lines = home.lines;
         uintptr_t base = home.shared;
         const bool shared = address - base < s.launch->shared_bytes;
@@ -305,32 +302,45 @@ class Races {
             lines = tract->lines;
             base = tract->low;
         }
-        Touch it = {&actor.view, access, actor.stamp, s.places.source(place), false, 0, 0, {}};
-        const bool good = s.shadow.touch(lines, base, address, bytes, it);
-        if (good) {
-            // Instructions may read more than is used of what they read.
-            if (shared && access == Access::kLoad && !it.found_written && !home.unwritten.bytes &&
-                Places::is_plain(place)) {
-                home.unwritten = {actor, address, bytes, place};
-            }
-            return true;
+        Touch it = {&actor.view, access, actor.stamp, source, shared, false, 0, 0, {}};
+        if (!s.shadow.touch(lines, base, address, bytes, it)) {
+            s.other = {it.other, it.other_access, it.other_source};
+            return false;
         }
+        // Instructions may read more than is used of what they read.
+        if (!it.found_written && access == Access::kLoad && shared && !home.unwritten.bytes &&
+            Places::is_plain(source)) {
+            home.unwritten = {actor, address, bytes, source};
+        }
+        return true;
+    }
+
+    // Says which race access() has found.
+    void tell(const Actor& actor,
+              Access access,
+              uintptr_t address,
+              size_t bytes,
+              Source source,
+              char* text,
+              size_t text_bytes) const {
+        const State& s = *state_;
+        const Home& home = *s.selves[actor.fiber].home;
+        const Other& other = s.other;
+        const bool shared = address - home.shared < s.launch->shared_bytes;
+        const bool here = block_of(other.stamp) == home.index;
         Text sentence(text, text_bytes);
         sentence.add("race in %s memory: ", shared ? "shared" : "global");
-        add_access(sentence, s, actor, access, address, bytes, place);
+        add_access(sentence, s, actor, access, address, bytes, source);
         sentence.add(", not ordered after ");
-        if (block_of(it.other) != home.index || slot_of(it.other) >= s.threads) {
-            sentence.add("the %s by ", noun(it.other_access));
-            add_actor(sentence, s, it.other);
-            if (block_of(it.other) != home.index) sentence.add(" of block %u", block_of(it.other));
+        if (here && slot_of(other.stamp) < s.threads) {
+            add_actor(sentence, s, other.stamp);
+            sentence.add("'s %s", noun(other.access));
         } else {
-            add_actor(sentence, s, it.other);
-            sentence.add("'s %s", noun(it.other_access));
+            sentence.add("the %s by ", noun(other.access));
+            add_actor(sentence, s, other.stamp);
+            if (!here) sentence.add(" of block %u", block_of(other.stamp));
         }
-        sentence.add(" (");
-        add_place(sentence, s.places.place(it.other_source));
-        sentence.add(")");
-        return false;
+        add_source(sentence, s, other.source);
     }
 
     // Of a block that ends: returns the fiber that read shared memory which nobody had written,
@@ -338,11 +348,11 @@ class Races {
     // the two, then that tells more.
     int unwritten(unsigned int first, char* text, size_t text_bytes) const {
         const State& s = *state_;
-        const Unwritten& read = s.homes[first / s.threads].unwritten;
+        const Unwritten& read = s.selves[first].home->unwritten;
         if (!read.bytes) return -1;
         Text sentence(text, text_bytes);
-        add_access(sentence, s, read.actor, Access::kLoad, read.address, read.bytes, read.place);
-        sentence.add(", which nobody had written since the block began");
+        add_access(sentence, s, read.actor, Access::kLoad, read.address, read.bytes, read.source);
+        sentence.add(", which nobody wrote since the block began");
         return static_cast<int>(read.actor.fiber);
     }
 
@@ -351,14 +361,13 @@ class Races {
         Actor actor;
         uintptr_t address;
         size_t bytes;  // 0: there was none
-        Place place;
+        Source source;
     };
-    // A fiber. What it knows of itself is all, so it is not in `times`.
-    struct Self {
-        Times* times;
-        Foreign* foreign;
-        Foreign* fenced;  // what it knew at its last fence
-        Foreign* heard;   // what it read atomically since
+    // What the access that was found raced with.
+    struct Other {
+        Stamp stamp;
+        Access access;
+        Source source;
     };
     // A block that is alive.
     struct Home {
@@ -366,6 +375,14 @@ class Races {
         uintptr_t shared;
         Record* lines;
         Unwritten unwritten;  // the first such read
+    };
+    // A fiber. What it knows of itself is all, so it is not in `times`.
+    struct Self {
+        Home* home;
+        Times* times;
+        Foreign* foreign;
+        Foreign* fenced;  // what it knew at its last fence
+        Foreign* heard;   // what it read atomically since
     };
     // Global memory that may be written to.
     struct Tract {
@@ -397,6 +414,7 @@ class Races {
         unsigned int next_joined;
         Finish finish;
         Times* of_product;
+        Other other;
         Self selves[kMaxFibers];
         Time now[kMaxFibers];     // what a fiber does now has this time
         Time copied[kMaxFibers];  // up to which cp.async of its own it has waited for
@@ -426,7 +444,7 @@ class Races {
 
     // What a fiber did goes into a clock; what it does from now on does not.
     static void publish(State& s, unsigned int fiber, Times& times) {
-        const unsigned int slot = fiber % s.threads;
+        const unsigned int slot = fiber - s.selves[fiber].home->first;
         set_time(times, slot, s.now[fiber]++);
         if (s.copied[fiber]) {
             set_time(times, first_slot(Engine::kCpAsync, s.threads) + slot, s.copied[fiber]);
@@ -438,13 +456,13 @@ class Races {
         Self& self = s.selves[fiber];
         Times* const times = s.clocks.copy(*self.times);
         publish(s, fiber, *times);
-        Foreign* all = s.clocks.make_foreign(s.homes[fiber / s.threads].index, times);
+        Foreign* all = s.clocks.make_foreign(s.selves[fiber].home->index, times);
         s.clocks.join(all, self.foreign);
         return all;
     }
     static void hear(State& s, unsigned int fiber, Foreign* heard) {
         Self& self = s.selves[fiber];
-        if (Times* const own = heard->of(s.homes[fiber / s.threads].index)) learn(s, fiber, own);
+        if (Times* const own = heard->of(s.selves[fiber].home->index)) learn(s, fiber, own);
         s.clocks.join(self.foreign, heard);
     }
 
@@ -545,18 +563,19 @@ class Races {
                            Access access,
                            uintptr_t address,
                            size_t bytes,
-                           Place place) {
+                           Source source) {
         add_actor(text, s, actor.stamp);
         text.add(" %s %zu bytes at ", verb(access), bytes);
-        add_address(text, s, s.homes[actor.fiber / s.threads], address);
-        text.add(" (");
-        add_place(text, place);
-        text.add(")");
+        add_address(text, s, *s.selves[actor.fiber].home, address);
+        add_source(text, s, source);
     }
 
-    static void add_place(Text& text, Place place) {
+    static void add_source(Text& text, const State& s, Source source) {
+        const Place place = s.places.place(source);
+        text.add(" (");
         if (place.call) text.add("%s, ", place.call);
         text.add_place(place);
+        text.add(")");
     }
 
     static void add_address(Text& text, const State& s, const Home& home, uintptr_t address) {

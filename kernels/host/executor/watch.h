@@ -8,11 +8,11 @@ namespace {
 
 // Notes a failure and returns false if the access is wrong.
 bool watch(
-    Worker& w, const Actor& actor, Access access, uintptr_t address, size_t bytes, Place place) {
+    Worker& w, const Actor& actor, Access access, uintptr_t address, size_t bytes, Source source) {
+    if (w.races.access(actor, access, address, bytes, source)) return true;
     if (w.failure.fault != Fault::kNone) return true;
-    if (w.races.access(actor, access, address, bytes, place, w.misuse, sizeof(w.misuse)))
-        return true;
-    w.failure = {Fault::kRace, place};
+    w.races.tell(actor, access, address, bytes, source, w.misuse, sizeof(w.misuse));
+    w.failure = {Fault::kRace};
     w.failure.fiber = static_cast<int>(actor.fiber);
     return false;
 }
@@ -20,7 +20,8 @@ bool watch(
 // Of a thread, at once.
 bool watch_thread(
     Worker& w, unsigned int fiber, Access access, uintptr_t address, size_t bytes, Place place) {
-    return !w.races.on() || watch(w, w.races.thread(fiber), access, address, bytes, place);
+    return !w.races.on() ||
+           watch(w, w.races.thread(fiber), access, address, bytes, w.races.source(place));
 }
 
 // Work in group `group` of an engine has, when all is done, this time: times begin at 1.

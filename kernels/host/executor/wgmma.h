@@ -130,10 +130,11 @@ template <class T>
 void gather_operands(Worker& w, const Wgmma& it, Proxy proxy, float* a, float* b) {
     Block& block = *w.fibers[it.fiber].block;
     const bool watched = w.races.on() && proxy == Proxy::kRead;
+    const Source source = watched ? w.races.source(it.place) : 0;
     const auto fetch = [&](uint32_t offset) -> const void* {
         const void* const piece = fetch_shared(w, block, offset, kPieceBytes, it.place, it.fiber);
         const uintptr_t address = reinterpret_cast<uintptr_t>(block.shared + offset);
-        if (watched) watch(w, it.actor, Access::kLoad, address, kPieceBytes, it.place);
+        if (watched) watch(w, it.actor, Access::kLoad, address, kPieceBytes, source);
         check_proxy(w, block, it.fiber, proxy, address, kPieceBytes, it.place);
         return piece;
     };

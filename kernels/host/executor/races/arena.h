@@ -36,10 +36,13 @@ class Arena {
     const T& operator[](uint32_t number) const { return items_[number]; }
     uint32_t number_of(const T* item) const { return static_cast<uint32_t>(item - items_); }
 
-    // A record with whatever was in it before.
-    uint32_t take() {
-        if (!free_) return used_++;
-        const uint32_t number = free_;
+    // The first of `count` records, always as many, with whatever was in them before.
+    uint32_t take(uint32_t count = 1) {
+        const uint32_t number = free_ ? free_ : used_;
+        if (!free_) {
+            used_ += count;
+            return number;
+        }
         memcpy(&free_, &items_[number], sizeof(free_));
         return number;
     }

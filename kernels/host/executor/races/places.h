@@ -25,10 +25,10 @@ class Places {
         if (places_) munmap(places_, kMaxPlaces * sizeof(Place));
     }
 
-    static bool is_plain(const Place& place) { return !place.file; }
+    // Plain accesses name an instruction, others a call.
+    static bool is_plain(Source source) { return !(source & kPlaceBit); }
 
     Source source(const Place& place) {
-        if (is_plain(place)) return static_cast<Source>(place.line);
         const uintptr_t hash =
             (reinterpret_cast<uintptr_t>(place.call) ^ static_cast<uintptr_t>(place.line)) *
             0x9e3779b97f4a7c15;

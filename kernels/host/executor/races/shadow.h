@@ -13,6 +13,7 @@ namespace {
 
 constexpr unsigned int kLineBytes = 16;
 constexpr unsigned int kParts = 4;
+constexpr unsigned int kWordBytes = kLineBytes / kParts;
 
 // Who did something and when: a block's index, a slot, a time, and whether it was atomic. An access
 // without any has 0, for times begin at 1.
@@ -44,14 +45,20 @@ struct Entry {
     Source source;   // of one of them
 };
 
+bool is_atomic(const Entry& entry) { return entry.stamp & kAtomicBit; }
+unsigned int warp_of(const Entry& entry) { return slot_of(entry.stamp) / kWarpSize; }
+
 struct Record {
     Stamp written;
     Source written_source;
     uint32_t parts;  // number of four, or 0
     Entry first;
-    uint32_t more;  // number of a further entry, or 0
+    uint32_t more;   // number of a further entry, or 0
+    uint32_t table;  // number of the first entry of a table, or 0
+    uint32_t kinds;  // of the entries since the write: kReads, kAtomics
     uint32_t unused;
 };
+constexpr uint32_t kReads = 1, kAtomics = 2;
 
 struct More {
     Entry entry;
@@ -106,6 +113,7 @@ struct Touch {
     Access access;
     Stamp stamp;
     Source source;
+    bool shared;         // so that only one block accesses it
     bool found_written;  // some of it had been written
     // What it races with.
     Stamp other;
@@ -132,15 +140,30 @@ struct Touch {
 
 class Shadow {
   public:
-    bool open() { return parts_.open() && more_.open(); }
+    // For blocks of so many warps.
+    bool open(unsigned int warps) {
+        warps_ = warps;
+        return parts_.open() && more_.open() && tables_.open();
+    }
     void close() {
         parts_.close();
         more_.close();
+        tables_.close();
     }
 
     // Returns false if the access of these bytes races; `lines` begin at `base`.
     bool touch(Record* lines, uintptr_t base, uintptr_t address, size_t bytes, Touch& it) {
         const uintptr_t begin = address - base, end = begin + bytes;
+        // Most accesses are to a word, or to a line that has no parts.
+        Record& first = lines[begin / kLineBytes];
+        if (bytes == kWordBytes && begin % kWordBytes == 0 && first.parts) {
+            Record& word = parts_[first.parts].at[begin / kWordBytes % kParts];
+            if (!word.parts && (it.access != Access::kStore || end % kLineBytes != 0)) {
+                return look(word, it);
+            }
+        } else if (bytes == kLineBytes && begin % kLineBytes == 0 && !first.parts) {
+            return look(first, it);
+        }
         for (uintptr_t at = begin; at < end;) {
             Record& line = lines[at / kLineBytes];
             const uintptr_t of_line = at / kLineBytes * kLineBytes;
@@ -205,10 +228,8 @@ class Shadow {
         }
         if (access == Access::kStore) {
             if (piece.first.lanes) {
-                if (!it.comes_after(piece.first)) return false;
-                for (uint32_t i = piece.more; i; i = more_[i].next) {
-                    if (!it.comes_after(more_[i].entry)) return false;
-                }
+                const auto comes_after = [&](const Entry& entry) { return it.comes_after(entry); };
+                if (!for_each(piece, comes_after)) return false;
                 drop_entries(piece);
             }
             piece.written = it.stamp;
@@ -218,49 +239,107 @@ class Shadow {
         return enter(piece, it);
     }
 
-    enum class Fate { kStays, kGoes, kRaces };
-
-    // What becomes of an entry when `mine` is added, which takes the lanes of its like.
-    Fate fate(const Entry& entry, Entry& mine, Touch& it) {
-        if (entry.stamp == mine.stamp) {
-            mine.lanes |= entry.lanes;
-            return Fate::kGoes;
+    // Calls visit(entry) for each entry until it returns false; returns whether none did.
+    template <class Visit>
+    bool for_each(Record& piece, Visit visit) {
+        if (piece.first.lanes && !visit(piece.first)) return false;
+        if (piece.table) {
+            const Entry* const table = &tables_[piece.table];
+            for (unsigned int i = 0; i < warps_; ++i) {
+                if (table[i].lanes && !visit(table[i])) return false;
+            }
         }
-        if ((entry.stamp ^ mine.stamp) & kAtomicBit) {
-            if (!it.comes_after(entry)) return Fate::kRaces;
-            it.found_written = true;
-            // What comes after a read may still race with the atomic operation before it.
-            return mine.stamp & kAtomicBit ? Fate::kGoes : Fate::kStays;
+        for (uint32_t i = piece.more; i; i = more_[i].next) {
+            if (!visit(more_[i].entry)) return false;
         }
-        return it.view->unknown(entry) < 0 ? Fate::kGoes : Fate::kStays;
+        return true;
     }
 
     // Adds a read or an atomic operation; neither kind races with its own.
     bool enter(Record& piece, Touch& it) {
-        Entry mine = {it.group() | (it.access == Access::kAtomic), it.lane(), it.source};
+        const bool atomic = it.access == Access::kAtomic;
+        Entry mine = {it.group() | atomic, it.lane(), it.source};
+        if (piece.kinds & (atomic ? kReads : kAtomics)) {
+            const bool good = for_each(piece, [&](const Entry& entry) {
+                return is_atomic(entry) == atomic || it.comes_after(entry);
+            });
+            if (!good) return false;
+        }
+        if (piece.kinds & kAtomics) it.found_written = true;
+        piece.kinds |= atomic ? kAtomics : kReads;
+        if (piece.first.stamp == mine.stamp && piece.first.lanes) {
+            piece.first.lanes |= mine.lanes;
+            piece.first.source = mine.source;
+        } else if (has_table(mine, it)) {
+            enter_in_table(piece, mine, it);
+        } else {
+            enter_in_list(piece, mine, it);
+        }
+        return true;
+    }
+
+    // Whether the entry is a plain read of a warp, and all its like are of the same block.
+    bool has_table(const Entry& entry, const Touch& it) const {
+        return it.shared && !is_atomic(entry) && warp_of(entry) < warps_;
+    }
+
+    // A warp has one entry, the first or that in the table, and further ones in the list only while
+    // not all threads of the warp know of those.
+    void enter_in_table(Record& piece, Entry mine, Touch& it) {
+        if (piece.table) {
+            Entry& entry = tables_[piece.table + warp_of(mine)];
+            if (entry.lanes) {
+                if (entry.stamp == mine.stamp) {
+                    mine.lanes |= entry.lanes;
+                } else if (it.view->unknown(entry) >= 0) {
+                    push(piece, entry);
+                }
+                entry.lanes = 0;
+            }
+        }
+        const Entry before = piece.first;
+        piece.first = mine;
+        if (!before.lanes) return;
+        if (!has_table(before, it)) {
+            push(piece, before);
+        } else if (warp_of(before) == warp_of(mine)) {
+            if (it.view->unknown(before) >= 0) push(piece, before);
+        } else {
+            if (!piece.table) {
+                piece.table = tables_.take(warps_);
+                for (unsigned int i = 0; i < warps_; ++i) tables_[piece.table + i].lanes = 0;
+            }
+            tables_[piece.table + warp_of(before)] = before;
+        }
+    }
+
+    void enter_in_list(Record& piece, Entry mine, Touch& it) {
+        // What comes after a read may still race with the atomic operation before it.
+        const auto goes = [&](const Entry& entry) {
+            if (entry.stamp == mine.stamp) {
+                mine.lanes |= entry.lanes;
+                return true;
+            }
+            return (!is_atomic(entry) || is_atomic(mine)) && it.view->unknown(entry) < 0;
+        };
         for (uint32_t* link = &piece.more; *link;) {
             const uint32_t number = *link;
             More& more = more_[number];
-            const Fate its = fate(more.entry, mine, it);
-            if (its == Fate::kRaces) return false;
-            if (its == Fate::kStays) {
-                link = &more.next;
-            } else {
+            if (goes(more.entry)) {
                 *link = more.next;
                 more_.give(number);
+            } else {
+                link = &more.next;
             }
         }
-        if (piece.first.lanes) {
-            const Fate its = fate(piece.first, mine, it);
-            if (its == Fate::kRaces) return false;
-            if (its == Fate::kStays) {
-                const uint32_t number = more_.take();
-                more_[number] = {piece.first, piece.more};
-                piece.more = number;
-            }
-        }
+        if (piece.first.lanes && !goes(piece.first)) push(piece, piece.first);
         piece.first = mine;
-        return true;
+    }
+
+    void push(Record& piece, Entry entry) {
+        const uint32_t number = more_.take();
+        more_[number] = {entry, piece.more};
+        piece.more = number;
     }
 
     void drop_entries(Record& piece) {
@@ -268,7 +347,10 @@ class Shadow {
             piece.more = more_[number].next;
             more_.give(number);
         }
+        if (piece.table) tables_.give(piece.table);
+        piece.table = 0;
         piece.first.lanes = 0;
+        piece.kinds = 0;
     }
 
     void drop_parts(Record& piece) {
@@ -287,10 +369,10 @@ class Shadow {
         for (Record& part : parts_[number].at) {
             part = piece;
             part.more = 0;
-            for (uint32_t i = piece.more; i; i = more_[i].next) {
-                const uint32_t copy = more_.take();
-                more_[copy] = {more_[i].entry, part.more};
-                part.more = copy;
+            for (uint32_t i = piece.more; i; i = more_[i].next) push(part, more_[i].entry);
+            if (piece.table) {
+                part.table = tables_.take(warps_);
+                memcpy(&tables_[part.table], &tables_[piece.table], warps_ * sizeof(Entry));
             }
         }
         drop_entries(piece);
@@ -310,8 +392,10 @@ class Shadow {
         drop_parts(piece);
     }
 
+    unsigned int warps_;
     Arena<Parts> parts_;
     Arena<More> more_;
+    Arena<Entry> tables_;  // an entry for each warp
 };
 
 }  // namespace
