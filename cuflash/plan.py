@@ -184,6 +184,7 @@ class ForwardMma(KernelPlan):
     dim: int  # head_dim and head_dim_v, padded to multiples of 16
     dim_v: int
     blocks_per_sm: int  # what the compiler keeps registers free for
+    aligned: int  # bytes of rows of q, k and v that are copied at once: 16, 8, or 0 for any strides
 
     @property
     def threads(self) -> int:

@@ -112,6 +112,7 @@ def _small_mma(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str, 
         dim=dim,
         dim_v=dim_v,
         blocks_per_sm=1,
+        aligned=0,  # see run.using
         **dict.fromkeys(options, True),
     )
     name = f"{dtype}-mma-{tile}-{dim}x{dim_v}" + ("-options" if options else "")

@@ -80,7 +80,7 @@ class Mma:
         size = min(row.head_dim for row in _FORWARD if row.head_dim >= need)
         return [
             [
-                forward(traits.dtype.name, row, traits.head_dim, traits.head_dim_v, options)
+                forward(traits, row, options)
                 for row in _FORWARD
                 if row.head_dim == size and row.options[0] <= len(options) <= row.options[1]
             ]
@@ -101,21 +101,16 @@ def padded(head_dim: int) -> int:
     return next(size for size in _PADDED if size >= head_dim)
 
 
-def forward(
-    dtype: str,
-    tile: _Tile,
-    head_dim: int,
-    head_dim_v: int,
-    options: frozenset[str] = frozenset(),
-) -> ForwardMma:
+def forward(traits: Traits, tile: _Tile, options: frozenset[str] = frozenset()) -> ForwardMma:
     """Return the forward plan of a tile shape."""
     return ForwardMma(
-        dtype=dtype,
+        dtype=traits.dtype.name,
         tile_q=tile.tile_q,
         tile_kv=tile.tile_kv,
         warps=tile.warps,
-        dim=padded(head_dim),
-        dim_v=padded(head_dim_v),
+        dim=padded(traits.head_dim),
+        dim_v=padded(traits.head_dim_v),
         blocks_per_sm=tile.blocks_per_sm,
+        aligned=traits.aligned,
         **dict.fromkeys(options, True),
     )

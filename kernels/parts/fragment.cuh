@@ -73,10 +73,8 @@ __device__ __forceinline__ void copy_elements(Tile<kRows, kCols>& tile,
 // there for the thread that copied after cp_async_wait, for the others after a barrier behind it.
 template <int kThreads, int kRows, int kCols>
 __device__ __forceinline__ void copy(Tile<kRows, kCols>& tile, const Matrix& m, int32 first) {
-    if (m.aligned == 16) {
-        copy_pieces<16, kThreads>(tile, m, first);
-    } else if (m.aligned == 8) {
-        copy_pieces<8, kThreads>(tile, m, first);
+    if constexpr (plan::kAligned != 0) {
+        copy_pieces<plan::kAligned, kThreads>(tile, m, first);
     } else {
         copy_elements<kThreads>(tile, m, first);
     }
