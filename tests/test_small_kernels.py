@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import re
 import struct
 import time
 from collections.abc import Iterator
@@ -268,6 +269,33 @@ def test_speed_on_the_cpu(backend: Backend, on_cpu: Any, tmp_path: Path) -> None
     print(f"\nwgmma, S 300: {1e3 * min(times):.1f} ms; compiled in {compiled:.2f} s")
     assert min(times) < 0.3
     assert compiled < 10
+
+
+def test_report_of_the_documentation(tmp_path: Path) -> None:
+    """The page about the CPU back end shows what is really said."""
+    plan = Wgmma("bfloat16")
+    load = "hw::tma_load(smem.k[stage], p.k,"
+    text = plan.text(cpu=True)
+    assert load in text
+    includes = [source.KERNEL_ROOT / name for name in source.HOST_INCLUDES]
+    path = tmp_path / "forgetful.so"
+    forgetful = text.replace(load, f"if (tile != 1) {load}")
+    host.compile_library(host.find_compiler(), forgetful, includes, path, kernel=True)
+    kernel = host.HostKernel(runtime(), path, plan.file)
+    with pytest.raises(host.KernelFault) as caught:
+        run(
+            Backend("cpu", np),
+            lambda _: kernel,
+            tmp_path,
+            plan,
+            example(1, 128 + 1, plan.dtype),
+            True,
+        )
+    report = re.sub(r"\w+\.c\w+:\d+", "FILE:LINE", str(caught.value))
+    page = (FOLDER.parent.parent / "docs" / "cpu-backend.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```\n(kernel attention_wgmma.*?)```", page, re.DOTALL)
+    shown = re.sub(r"\w+\.c\w+:\d+", "FILE:LINE", " ".join(shown.split()))
+    assert report == shown
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)

@@ -22,15 +22,15 @@
 // they become text. Nothing is unwound, for fibers own nothing. All state belongs to the operating
 // system thread, so several of them may launch at once.
 //
-// The parts, each below those that it includes:
+// The parts; a line needs those above it:
 //
 //     context.h, schedule.h, text.h    switching stacks; who is next; words
-//     races.h, races/                  what orders accesses, and accesses that nothing orders
-//     state.h, failure.h, waiting.h    fibers and blocks; how they end, and wait for each other
-//     mbarrier.h, proxies.h, copies.h  asynchronous copies and what they complete on
 //     layouts.h, boxes.h, products.h   pure arithmetic: where elements lie, what is multiplied
-//     wgmma.h                          instructions of a warp on matrices
-//     watch.h, accesses.h              accesses of instructions and plain ones, as races see them
+//     races.h, races/                  what orders accesses, and accesses that nothing orders
+//     state.h, failure.h, watch.h      fibers and blocks; how a launch ends; accesses as races see
+//     them waiting.h, mbarrier.h            how threads wait for each other proxies.h, copies.h
+//     asynchronous copies wgmma.h                          instructions of a warp on matrices
+//     accesses.h                       plain accesses of instrumented kernels
 //     memory.h, signals.h, report.h    stacks and guard pages; faults of the CPU; what is said
 //
 // Only libc is used: with the zig compiler, libc++ would first have to be built, for a minute.

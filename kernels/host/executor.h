@@ -123,10 +123,10 @@ struct Executor {
     void (*access)(Access access, uintptr_t address, size_t bytes, uintptr_t instruction);
 };
 
-// What a kernel sees of its thread. The first two fields make up the quick path of the bounds
-// check: the range of the previous access of either kind.
+// What a kernel sees of its thread. The first field is the quick path of the bounds check: the
+// ranges of the previous load and of the previous store.
 struct alignas(16) Thread {
-    const Range* recent[2];  // by Access
+    const Range* recent[2];
     const Executor* executor;
     unsigned char* shared;  // dynamic shared memory of the block
     size_t shared_bytes;

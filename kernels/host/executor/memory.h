@@ -16,6 +16,39 @@ constexpr size_t kSignalStackBytes = 64 * 1024;
 constexpr size_t kParamsAlignment = 128;
 constexpr size_t kGuardBytes = 1024 * 1024;  // inaccessible, on both sides of shared memory
 
+// Records that wait to be used again.
+void free_spares(Worker& w) {
+    while (Wgmma* it = w.spare_products) {
+        w.spare_products = it->next;
+        free(it);
+    }
+    while (CpAsync* it = w.spare_copies) {
+        w.spare_copies = it->next;
+        free(it);
+    }
+}
+
+// A failed launch leaves some under way.
+void drop_all(Worker& w) {
+    for (Warp& warp : w.warps_of) {
+        while (Wgmma* it = warp.first_product) {
+            warp.first_product = it->next;
+            it->next = w.spare_products;
+            w.spare_products = it;
+        }
+    }
+    for (unsigned int i = 0; i < w.usable; ++i) {
+        Fiber& fiber = w.fibers[i];
+        while (CpAsync* it = fiber.first_copy) {
+            fiber.first_copy = it->next;
+            it->next = w.spare_copies;
+            w.spare_copies = it;
+        }
+    }
+    for (unsigned int i = 0; i < w.copies->count; ++i) free(w.copies->list[i].data);
+    w.copies->count = 0;
+}
+
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 void* reserve(size_t bytes) {

@@ -18,8 +18,13 @@ HOST_UNWATCHED inline void reduce_add(float* global, const float (&v)[N], HOST_P
     for (int i = 0; i < N; ++i) global[i] += v[i];
 }
 
+// Not on shared memory, which atomicAdd would take.
 inline void reduce_add(float* global, float a, HOST_PLACE) {
-    host::atomic(global, {"reduce_add", file, line}, [=](float old) { return old + a; });
+    const host::Place place = {"reduce_add", file, line};
+    const uintptr_t address = reinterpret_cast<uintptr_t>(global);
+    host::self().executor->find_range(host::Access::kStore, address, sizeof(a), alignof(float),
+                                      place);
+    host::atomic(global, place, [=](float old) { return old + a; });
 }
 
 }  // namespace hw
