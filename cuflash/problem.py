@@ -209,9 +209,10 @@ def read_backward(
 
 
 def _same_kind(name: str, x: View, q: View, device: int | None) -> None:
-    if x.dtype != q.dtype:
+    if x.dtype is not q.dtype and x.dtype != q.dtype:
         raise TypeError(f"{name}: expected dtype {q.dtype}, as q has, got {x.dtype}")
-    checks.same_place(name, x, device)
+    if x.device != device:
+        checks.same_place(name, x, device)
 
 
 def _rows(name: str, x: View, shape: tuple[int, ...], dtype: DType, device: int | None) -> None:
