@@ -22,7 +22,8 @@ needs_zig = pytest.mark.skipif(not find_spec("ziglang"), reason="the package zig
 SEEDS = range(7)
 WAYS = (
     "reduction", "transposition", "warps", "named", "bulk loads", "double buffer", "product",
-    "in turn", "last block", "blocks", "bulk stores", "atomics", "bytes", "mistakes",
+    "in turn", "last block", "blocks", "bulk stores", "atomics", "bytes", "library",
+    "flag", "mistakes",
 )  # fmt: skip
 #: What a bug is reported as, with the names of lines in braces; two: a race between them.
 BUGS = {
@@ -55,11 +56,17 @@ BUGS = {
     ("atomics", 1): ("{add}", "{write}"),
     ("atomics", 2): ("{add}", "{read}"),
     ("bytes", 1): ("{one}", "{two}"),
+    ("library", 1): ("{set}", "{copy}"),
+    ("library", 2): ("{copy}", "{move}"),
+    ("flag", 1): ("{write}", "{write}"),
+    ("flag", 2): ("{write}", "{read}"),
+    ("flag", 3): ("{write}", "{read}"),
     ("mistakes", 1): ("which nobody wrote since the block began", "{unwritten}"),
     ("mistakes", 2): ("access to the stack of thread 0", "{stack}"),
     ("mistakes", 3): ("access 0 bytes past the end of dynamic shared memory", "{shared}"),
     ("mistakes", 4): ("out (16384 bytes from", "reaches 4 bytes past its end", "{global}"),
     ("mistakes", 5): ("write to x, which is read-only", "{read-only}"),
+    ("mistakes", 6): ("in the kernel's library or parameters, which are read-only", "{table}"),
 }  # fmt: skip
 SMEM_BYTES = 3 * 4096
 
@@ -119,8 +126,33 @@ def test_zig(build: Builder) -> None:
     kernel = build.kernel("races", compiler=zig, instrumented=True)
     for way in WAYS:
         run(kernel, way, 0, 3)
-    for bug in [("transposition", 2), ("double buffer", 1), ("product", 2), ("mistakes", 5)]:
+    bugs = [("transposition", 2), ("double buffer", 1), ("product", 2), ("library", 2)]
+    for bug in [*bugs, ("mistakes", 5), ("mistakes", 6)]:
         check(kernel, *bug, 3)
+
+
+def test_too_many_blocks(kernel: host.HostKernel) -> None:
+    with pytest.raises(host.KernelFault, match="a grid of 8388609 blocks is too large to look for"):
+        run(kernel, "flag", 0, 0, grid=2**23 + 1)
+
+
+def test_too_many_addresses(build: Builder) -> None:
+    runtime = build.runtime(text="#define CUFLASH_MAX_SIGNALS 4\n")
+    kernel = build.kernel("steps", runtime=runtime, instrumented=True)
+    for count in (3, 4):
+        program = Program(np.random.default_rng(0))
+        for semaphore in range(count):
+            program.add(0, semaphore, ADD, semaphore)
+        if count == 3:
+            program.run(kernel, 0)
+        else:
+            with pytest.raises(host.KernelFault, match=r"semaphore_add, .* more than 3 addresses"):
+                program.run(kernel, 0)
+    runtime = build.runtime(text="#define CUFLASH_MAX_SIGNALS 2\n")
+    kernel = build.kernel("races", runtime=runtime, instrumented=True)
+    run(kernel, "flag", 0, 0)
+    with pytest.raises(host.KernelFault, match=r"atomic\w+, .* more than 1 addresses"):
+        run(kernel, "flag", 0, 1)
 
 
 def test_libraries_stay_apart(build: Builder) -> None:
@@ -203,7 +235,7 @@ BLOCKS, THREADS, ARRIVALS = 2, 64, 3
 class Program:
     """Steps of all threads in an order that is possible, and whether two of them race."""
 
-    def __init__(self, random: np.random.Generator, rounds: int) -> None:
+    def __init__(self, random: np.random.Generator, rounds: int = 0) -> None:
         self.random = random
         self.steps: list[list[list[int]]] = [[[] for _ in range(THREADS)] for _ in range(BLOCKS)]
         # Which accesses each thread knows of, as bits.
@@ -217,7 +249,26 @@ class Program:
         for _ in range(rounds):
             for _ in range(random.integers(1, 4)):
                 self.access()
-            random.choice(ways)()
+            ways[int(random.integers(len(ways)))]()
+
+    @classmethod
+    def far_apart(cls, random: np.random.Generator) -> Program:
+        """Return one whose blocks are at different times, and hand on in turn what they know."""
+        program = cls(random)
+        threads = program.some(2)
+        for semaphore in range(8):
+            block = semaphore % 2
+            for _ in range(random.choice([0, 0, 8]) if semaphore < 4 else 0):
+                program.advance(block)
+            program.semaphores.append(block)
+            program.heard.append([0])
+            program.touch(READ, 4, 4 * semaphore, True, block, threads[0])
+            program.give(semaphore, threads[int(random.integers(8) == 0)])
+            threads = program.some(2)
+            for thread in threads:
+                program.take(semaphore, thread, 1)
+            program.touch(WRITE, 4, 4 * semaphore, True, 1 - block, threads[0])
+        return program
 
     def add(self, block: int, thread: int, step: int, place: int = 0, size: int = 0) -> None:
         self.steps[block][thread].append(step | place << 8 | size << 16)
@@ -233,16 +284,21 @@ class Program:
         block = int(self.random.integers(BLOCKS))
         # Lanes of one warp, of two, or a thread alone.
         for thread in self.some(int(self.random.integers(1, 4))) if kind != WRITE else self.some(1):
-            self.add(block, thread, kind, place + 64 * is_global, size)
-            start = place + 1000 * (BLOCKS if is_global else block)
-            bytes_ = range(start, start + size)
-            for i, (other, others, _) in enumerate(self.accesses):
-                apart = bytes_.stop <= others.start or others.stop <= bytes_.start
-                peaceful = kind == other and kind != WRITE
-                if not apart and not peaceful and not self.known[block][thread] >> i & 1:
-                    self.races = True
-            self.known[block][thread] |= 1 << len(self.accesses)
-            self.accesses.append((kind, bytes_, thread))
+            self.touch(kind, size, place, is_global, block, thread)
+
+    def touch(
+        self, kind: int, size: int, place: int, is_global: bool, block: int, thread: int
+    ) -> None:
+        self.add(block, thread, kind, place + 64 * is_global, size)
+        start = place + 1000 * (BLOCKS if is_global else block)
+        bytes_ = range(start, start + size)
+        for i, (other, others, _) in enumerate(self.accesses):
+            apart = bytes_.stop <= others.start or others.stop <= bytes_.start
+            peaceful = kind == other and kind != WRITE
+            if not apart and not peaceful and not self.known[block][thread] >> i & 1:
+                self.races = True
+        self.known[block][thread] |= 1 << len(self.accesses)
+        self.accesses.append((kind, bytes_, thread))
 
     def meet(self, block: int, givers: list[int], takers: list[int]) -> None:
         known = 0
@@ -260,6 +316,9 @@ class Program:
 
     def warp(self) -> None:
         block, warp = (int(x) for x in self.random.integers(2, size=2))
+        self.warp_of(block, warp)
+
+    def warp_of(self, block: int, warp: int) -> None:
         lanes = list(range(32 * warp, 32 * warp + 32))
         for thread in lanes:
             self.add(block, thread, SYNC_WARP)
@@ -282,6 +341,12 @@ class Program:
             self.add(block, thread, SYNC_THREADS)
         self.meet(block, everybody, everybody)
 
+    def advance(self, block: int) -> None:
+        """A block meets in its warps and then as a whole, which uses several clocks."""
+        self.warp_of(block, 0)
+        self.warp_of(block, 1)
+        self.threads_of(block)
+
     def mbarrier(self) -> None:
         block = int(self.random.integers(BLOCKS))
         barrier = self.barriers[block]
@@ -303,17 +368,24 @@ class Program:
             self.heard.append([0])
             self.semaphores.append(block)
         semaphore = int(self.random.integers(len(self.heard)))
+        self.give(semaphore, giver)
+        value = int(self.random.integers(1, len(self.heard[semaphore])))
+        for thread in self.some(3):
+            self.take(semaphore, thread, value)
+
+    def give(self, semaphore: int, thread: int) -> None:
         block, heard = self.semaphores[semaphore], self.heard[semaphore]
         # Adders come one after the other, so that each value has one past.
         if len(heard) > 1:
-            self.add(block, giver, AWAIT, semaphore, len(heard) - 1)
-            self.known[block][giver] |= heard[-1]
-        self.add(block, giver, ADD, semaphore)
-        heard.append(heard[-1] | self.known[block][giver])
-        value = int(self.random.integers(1, len(heard)))
-        for thread in self.some(3):
-            self.add(1 - block, thread, AWAIT, semaphore, value)
-            self.known[1 - block][thread] |= heard[value]
+            self.add(block, thread, AWAIT, semaphore, len(heard) - 1)
+            self.known[block][thread] |= heard[-1]
+        self.add(block, thread, ADD, semaphore)
+        heard.append(heard[-1] | self.known[block][thread])
+
+    def take(self, semaphore: int, thread: int, value: int) -> None:
+        block = 1 - self.semaphores[semaphore]
+        self.add(block, thread, AWAIT, semaphore, value)
+        self.known[block][thread] |= self.heard[semaphore][value]
 
     def run(self, kernel: host.HostKernel, seed: int) -> None:
         count = max(len(steps) for block in self.steps for steps in block)
@@ -331,8 +403,10 @@ def test_races_of_made_up_programs(build: Builder) -> None:
     """A race is reported if and only if there is one, whatever the order of threads."""
     kernel = build.kernel("steps", instrumented=True)
     found = [0, 0]
-    for number in range(200):
-        program = Program(np.random.default_rng(number), 1 + number % 12)
+    for number in range(300):
+        random = np.random.default_rng(number)
+        few = number < 200
+        program = Program(random, 1 + number % 12) if few else Program.far_apart(random)
         found[program.races] += 1
         for seed in (number % 7, (number + 3) % 7):
             try:
@@ -342,4 +416,27 @@ def test_races_of_made_up_programs(build: Builder) -> None:
                 assert "race in " in str(error), error
                 raced = True
             assert raced == program.races, f"program {number}, seed {seed}"
-    assert min(found) > 40
+    assert min(found) > 60
+
+
+@pytest.mark.parametrize("barriers", [0, 10])
+def test_what_another_block_knows(build: Builder, barriers: int) -> None:
+    """What a thread knew when it added to a semaphore, and not what others did by then."""
+    kernel = build.kernel("steps", instrumented=True)
+    for reader, races in [(0, False), (1, True)]:
+        program = Program(np.random.default_rng(0))
+        for _ in range(barriers):
+            program.advance(1)
+        program.add(1, 0, ADD, 1)
+        for thread in {0, reader}:
+            program.add(0, thread, AWAIT, 1, 1)
+        program.add(0, reader, READ, 64, 4)
+        program.add(0, 0, ADD, 0)
+        program.add(1, 0, AWAIT, 0, 1)
+        program.add(1, 0, WRITE, 64, 4)
+        for seed in SEEDS:
+            if races:
+                with pytest.raises(host.KernelFault, match="race in global memory"):
+                    program.run(kernel, seed)
+            else:
+                program.run(kernel, seed)

@@ -37,14 +37,24 @@ constexpr int warpSize = host::kWarpSize;
 // A function whose accesses are told to the executor in another way, where they are told at all.
 #define HOST_UNWATCHED __attribute__((no_sanitize("thread")))
 
+#ifdef CUFLASH_INSTRUMENTED
+// What kernels call by these names is told, see host/instrument.h: the compiler may not do it.
+extern "C" void* __tsan_memcpy(void* to, const void* from, size_t bytes);
+extern "C" void* __tsan_memmove(void* to, const void* from, size_t bytes);
+extern "C" void* __tsan_memset(void* to, int value, size_t bytes);
+#define memcpy(...) __tsan_memcpy(__VA_ARGS__)
+#define memmove(...) __tsan_memmove(__VA_ARGS__)
+#define memset(...) __tsan_memset(__VA_ARGS__)
+#endif
+
 namespace host {
 
 // A reinterpretation of the leading bytes; zeros where To is longer.
 template <class To, class From>
 inline To bits_as(From from) {
     To to;
-    memset(&to, 0, sizeof(to));
-    memcpy(&to, &from, sizeof(to) < sizeof(from) ? sizeof(to) : sizeof(from));
+    __builtin_memset(&to, 0, sizeof(to));
+    __builtin_memcpy(&to, &from, sizeof(to) < sizeof(from) ? sizeof(to) : sizeof(from));
     return to;
 }
 

@@ -77,7 +77,7 @@ void atomic(Place place, const void* address, size_t bytes) {
     const uintptr_t number = reinterpret_cast<uintptr_t>(address);
     const unsigned int fiber = static_cast<unsigned int>(w.running);
     if (!watch_thread(w, fiber, Access::kAtomic, number, bytes, place)) stop(w);
-    w.races.atomic(fiber, number);
+    if (!w.races.atomic(fiber, number)) fail_of_signals(w, place);
 }
 
 const Executor kExecutor = {
@@ -277,6 +277,12 @@ bool provide_memory(Worker& w) {
 // of them and one block.
 extern "C" __attribute__((visibility("default"))) int cuflash_launch(host::Launch* launch) {
     using namespace host;
+    if (launch->instrumented && launch->grid > kMaxBlocks) {
+        Text(launch->report, launch->report_bytes)
+            .add("kernel %s: a grid of %u blocks is too large to look for races, at most %u",
+                 launch->kernel, launch->grid, kMaxBlocks);
+        return 1;
+    }
     Worker* w = get_worker();
     unsigned int* order = static_cast<unsigned int*>(malloc(launch->grid * sizeof(unsigned int)));
     if (w) {

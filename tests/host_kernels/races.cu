@@ -26,6 +26,7 @@ struct alignas(1024) Smem {
     hw::float16 b[8 * 64];
     hw::MBarrier full[2], empty[2];
     float* pointer;
+    int flag;
 };
 
 __device__ void reduction(const Params& p, Smem& smem) {
@@ -273,6 +274,40 @@ __device__ void bytes(const Params& p, Smem& smem) {
     smem.bytes[127 - thread] = 2;
 }
 
+// Of sizes that compilers expand, and of one that they do not know.
+__device__ void library(const Params& p, Smem& smem) {
+    const int thread = threadIdx.x;
+    const float four[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+    if (thread < 32) memset(smem.tile[0] + 4 * thread, 0, 16);  // library: set
+    if (p.bug != 1) __syncthreads();
+    if (thread >= 96) memcpy(smem.tile[0] + 4 * (thread - 96), four, 16);  // library: copy
+    if (p.bug != 2) __syncthreads();
+    if (thread < 32) {
+        memmove(p.out + blockIdx.x * kThreads + 4 * thread,  // library: move
+                smem.tile[0] + 4 * thread, hw::load(p.counter) + 16);
+    }
+}
+
+// A flag in shared memory is not that of the block before, at the same address.
+__device__ void flag(const Params& p, Smem& smem) {
+    float* const mine = p.out + (p.bug == 1 ? 0 : blockIdx.x);
+    if (threadIdx.x == 0) {
+        atomicExch(&smem.flag, 0);
+        __threadfence();
+        hw::store(mine, 1.0f);  // flag: write
+        if (p.bug != 2) __threadfence();
+        atomicExch(&smem.flag, 1);
+    } else if (threadIdx.x == 64 && p.bug != 1) {
+        while (atomicAdd(&smem.flag, 0) != 1) {
+        }
+        if (p.bug != 3) __threadfence();
+        hw::store(p.out + 64 + blockIdx.x, hw::load(mine));  // flag: read
+    }
+}
+
+// Constants, but for one mistake.
+__device__ int kTable[4] = {1, 2, 3, 4};
+
 // Not races.
 __device__ void mistakes(const Params& p, Smem& smem) {
     const int thread = threadIdx.x;
@@ -296,6 +331,10 @@ __device__ void mistakes(const Params& p, Smem& smem) {
         case 5:
             if (thread == 70) const_cast<float*>(p.x)[5] = 1.0f;  // mistakes: read-only
             break;
+        case 6:
+            value = static_cast<float>(kTable[thread % 4]);
+            if (thread == 70) kTable[2] = 7;  // mistakes: table
+            break;
     }
     hw::store(p.out + blockIdx.x * kThreads + thread, value);
     __syncthreads();
@@ -304,7 +343,8 @@ __device__ void mistakes(const Params& p, Smem& smem) {
 extern "C" __global__ void races(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
     constexpr void (*kWays[])(const Params&, Smem&) = {
-        reduction, transposition, warps,  named,       bulk_loads, double_buffer, product,
-        in_turn,   last_block,    blocks, bulk_stores, atomics,    bytes,         mistakes};
+        reduction, transposition, warps,      named,   bulk_loads,  double_buffer,
+        product,   in_turn,       last_block, blocks,  bulk_stores, atomics,
+        bytes,     library,       flag,       mistakes};
     kWays[p.way](p, smem);
 }

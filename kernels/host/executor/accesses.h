@@ -34,8 +34,8 @@ bool lies_in(uintptr_t address, const void* object, size_t bytes) {
     return address - reinterpret_cast<uintptr_t>(object) < bytes;
 }
 
-// Memory that is neither shared nor global, and that a kernel may read: its parameters, constants
-// of its library, and what the functions of kernels/host/ look at.
+// Memory that is neither shared nor global, and that a kernel may read but not write: its
+// parameters, constants of its library, and what the functions of kernels/host/ look at.
 bool is_of_the_host(const Worker& w, const Thread& thread, uintptr_t address) {
     return lies_in(address, thread.executor, sizeof(Executor)) ||
            lies_in(address, w.params, w.params_bytes) ||
@@ -63,7 +63,8 @@ void plain_access(Access access, uintptr_t address, size_t bytes, uintptr_t inst
         if (address < recent->low || address > recent->high || bytes > recent->high - address) {
             const Range* const range = look_up_range(*w.launch, access, address, bytes);
             if (!range) {
-                if (is_of_the_host(w, *fiber.thread, address)) return;
+                // Variables of the library are not watched, so nobody may write them.
+                if (access == Access::kLoad && is_of_the_host(w, *fiber.thread, address)) return;
                 fail(w, {Fault::kPlainAccess, place_of_instruction(source), 0, access, address,
                          bytes});
             }

@@ -37,10 +37,9 @@ class Races {
     // All that follows may be called only if this is true: the kernel is instrumented.
     bool on() const { return state_; }
 
-    // False if there is not enough memory.
+    // Of at most kMaxBlocks. False if there is not enough memory.
     bool start_launch(const Launch& launch, unsigned int resident) {
         if (!launch.instrumented) return true;
-        if (launch.grid >= 1u << kBlockBits) return false;
         state_ = static_cast<State*>(calloc(1, sizeof(State)));
         if (!state_) return false;
         State& s = *state_;
@@ -187,28 +186,32 @@ class Races {
         self.fenced = snapshot(s, fiber);
         s.fenced = true;
     }
-    void atomic(unsigned int fiber, uintptr_t address) {
+    // Returns false if too many addresses are in use; so does release_at().
+    bool atomic(unsigned int fiber, uintptr_t address) {
         State& s = *state_;
-        if (!s.fenced) return;
+        if (!s.fenced) return true;
         Self& self = s.selves[fiber];
-        Signal* const signal = s.signals.find(address, self.fenced != nullptr);
-        if (!signal) return;
+        Signal* const signal = find_signal(s, fiber, address, self.fenced != nullptr);
+        if (!signal) return !self.fenced;
         s.clocks.join(self.heard, signal->heard);
         s.clocks.join(signal->heard, self.fenced);
+        return true;
     }
     // A semaphore gets a value. Those who wait for this one or less know of what was done before.
-    void release_at(unsigned int fiber, uintptr_t address, int value) {
+    bool release_at(unsigned int fiber, uintptr_t address, int value) {
         State& s = *state_;
-        Signal* const signal = s.signals.find(address, true);
+        Signal* const signal = find_signal(s, fiber, address, true);
+        if (!signal) return false;
         Foreign* heard = snapshot(s, fiber);
         if (signal->newest) s.clocks.join(heard, s.events[signal->newest].heard);
         const uint32_t number = s.events.take();
         s.events[number] = {value, heard, signal->newest};
         signal->newest = number;
+        return true;
     }
     void acquire_at(unsigned int fiber, uintptr_t address, int at_least) {
         State& s = *state_;
-        const Signal* const signal = s.signals.find(address, false);
+        const Signal* const signal = find_signal(s, fiber, address, false);
         if (!signal) return;
         uint32_t first = 0;
         for (uint32_t i = signal->newest; i && s.events[i].value >= at_least;
@@ -456,6 +459,7 @@ class Races {
         Self& self = s.selves[fiber];
         Times* const times = s.clocks.copy(*self.times);
         publish(s, fiber, *times);
+        settle(*times);
         Foreign* all = s.clocks.make_foreign(s.selves[fiber].home->index, times);
         s.clocks.join(all, self.foreign);
         return all;
@@ -464,6 +468,18 @@ class Races {
         Self& self = s.selves[fiber];
         if (Times* const own = heard->of(s.selves[fiber].home->index)) learn(s, fiber, own);
         s.clocks.join(self.foreign, heard);
+    }
+
+    // Shared memory of a block has nothing to tell to the next one at the same address.
+    static Signal* find_signal(State& s, unsigned int fiber, uintptr_t address, bool make) {
+        Signal* const signal = s.signals.find(address, make);
+        const Home& home = *s.selves[fiber].home;
+        if (signal && address - home.shared < s.launch->shared_bytes &&
+            signal->block != home.index) {
+            s.clocks.drop(signal->heard);
+            *signal = {address, nullptr, 0, home.index};
+        }
+        return signal;
     }
 
     static void learn(State& s, unsigned int fiber, Times* times) {

@@ -235,6 +235,9 @@ void add_plain_access(Text& text, const Worker& w, const Block& block, const Fai
     } else if (const Range* range =
                    look_up_range(*w.launch, Access::kLoad, failure.address, failure.bytes)) {
         text.add("write to %s, which is read-only", range->name);
+    } else if (is_of_the_host(w, *w.fibers[w.stopped].thread, failure.address)) {
+        text.add("write to 0x%zx, in the kernel's library or parameters, which are read-only",
+                 failure.address);
     } else {
         add_wrong_address(text, w, block, failure.address, failure.bytes);
     }

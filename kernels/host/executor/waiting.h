@@ -317,7 +317,7 @@ void semaphore_add(Place place, int* counter, int value) {
     if (w.races.on()) {
         const unsigned int index = static_cast<unsigned int>(w.running);
         if (!watch_thread(w, index, Access::kAtomic, address, sizeof(int), place)) stop(w);
-        w.races.release_at(index, address, *counter);
+        if (!w.races.release_at(index, address, *counter)) fail_of_signals(w, place);
     }
     wake_at_semaphores(w);
     yield(place);

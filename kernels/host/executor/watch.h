@@ -24,6 +24,14 @@ bool watch_thread(
            watch(w, w.races.thread(fiber), access, address, bytes, w.races.source(place));
 }
 
+// Of what addresses tell, see races/places.h.
+[[noreturn]] void fail_of_signals(Worker& w, Place place) {
+    HOST_MISUSE(w, place,
+                "atomic operations and semaphores at more than %zu addresses are too many to look "
+                "for races",
+                kMaxSignals - 1);
+}
+
 // Work in group `group` of an engine has, when all is done, this time: times begin at 1.
 Time time_of_group(unsigned int group) { return group + 1; }
 

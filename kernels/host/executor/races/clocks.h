@@ -46,7 +46,7 @@ unsigned int first_slot(Engine engine, unsigned int threads) {
 struct Times {
     unsigned int references;
     unsigned int length;      // all slots from there on are 0
-    Time floors[kMaxGroups];  // the least of each 32 slots; see settle()
+    Time floors[kMaxGroups];  // at most the least of each 32 slots; see settle()
     Time at[kMaxSlots];
 
     Time of(unsigned int slot) const { return slot < length ? at[slot] : 0; }
@@ -56,6 +56,7 @@ struct Times {
 void extend(Times& times, unsigned int length) {
     if (length <= times.length) return;
     memset(times.at + times.length, 0, (length - times.length) * sizeof(Time));
+    for (unsigned int i = times.length; i < length; i += kWarpSize) times.floors[i / kWarpSize] = 0;
     times.length = length;
 }
 
@@ -87,7 +88,8 @@ bool covers(const Times& large, const Times& small) {
     return true;
 }
 
-// Of a clock that accesses are compared with.
+// Of a clock that accesses are compared with: they are quicker where the floors are as high as they
+// can be. That they are never too high needs nothing, for times only grow.
 void settle(Times& times) {
     for (unsigned int i = 0; i < times.length; i += kWarpSize) {
         Time least = times.at[i];
@@ -161,6 +163,7 @@ class Clocks {
         Times* times = make();
         times->length = other.length;
         memcpy(times->at, other.at, other.length * sizeof(Time));
+        memcpy(times->floors, other.floors, other.length / kWarpSize * sizeof(Time));
         return times;
     }
     void drop(Times* times) {
@@ -197,6 +200,7 @@ class Clocks {
         if (covers(*b, *a)) return keep(b);
         Times* both = copy(*a);
         merge_into(*both, *b);
+        settle(*both);
         return both;
     }
 

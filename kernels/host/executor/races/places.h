@@ -55,6 +55,7 @@ struct Signal {
     uintptr_t address;
     Foreign* heard;
     uint32_t newest;  // number of an event, or 0
+    uint32_t block;   // whose shared memory the address is in, where it is in some
 };
 
 // A semaphore got a value.
@@ -64,26 +65,35 @@ struct Event {
     uint32_t older;  // number of the event before
 };
 
-constexpr size_t kMaxSignals = size_t{1} << 22;
+// So many addresses may have something to tell.
+#ifndef CUFLASH_MAX_SIGNALS
+#define CUFLASH_MAX_SIGNALS (1 << 22)
+#endif
+constexpr size_t kMaxSignals = CUFLASH_MAX_SIGNALS;
 
 class Signals {
   public:
     bool open() {
         signals_ = static_cast<Signal*>(reserve_zeros(kMaxSignals * sizeof(Signal)));
+        count_ = 0;
         return signals_;
     }
     void close() {
         if (signals_) munmap(signals_, kMaxSignals * sizeof(Signal));
     }
 
-    // Null if there is none and none is to be made.
+    // Whether no more can be made. One place stays free, at which find() ends.
+    bool full() const { return count_ == kMaxSignals - 1; }
+
+    // Null if there is none and none is to be made, or can be.
     Signal* find(uintptr_t address, bool make) {
         const uintptr_t hash = address * 0x9e3779b97f4a7c15;
         for (size_t i = hash >> 40;; ++i) {
             Signal& found = signals_[i % kMaxSignals];
             if (found.address == address) return &found;
             if (found.address) continue;
-            if (!make) return nullptr;
+            if (!make || full()) return nullptr;
+            ++count_;
             found.address = address;
             return &found;
         }
@@ -91,6 +101,7 @@ class Signals {
 
   private:
     Signal* signals_;
+    size_t count_;
 };
 
 }  // namespace

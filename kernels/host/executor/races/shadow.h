@@ -21,6 +21,7 @@ using Stamp = uint64_t;
 constexpr int kTimeBits = 27, kSlotBits = 13, kBlockBits = 23;
 static_assert(kTimeBits + kSlotBits + kBlockBits == 63 && kMaxSlots <= 1 << kSlotBits, "64 bits");
 
+constexpr unsigned int kMaxBlocks = 1u << kBlockBits;
 constexpr Stamp kAtomicBit = 1;
 constexpr Stamp kLaneBits = Stamp{kWarpSize - 1} << (1 + kTimeBits);
 
