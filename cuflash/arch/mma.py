@@ -32,7 +32,7 @@ class _Tile(NamedTuple):
 _FORWARD = (
     _Tile(64, 128, 64, 4, 2, options=(0, 1)),
     _Tile(64, 64, 64, 4, 2),
-    _Tile(96, 128, 64, 4, 2, options=(0, 1)),
+    _Tile(96, 64, 64, 4, 3, options=(0, 0)),
     _Tile(96, 64, 64, 4, 2),
     _Tile(128, 64, 64, 4, 3, options=(0, 0)),
     _Tile(128, 64, 64, 4, 2),

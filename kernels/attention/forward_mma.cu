@@ -257,14 +257,11 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         fragment::add_a_bt(s, smem.q, warp_row, smem.k);
 
         hw::cp_async_wait<0>();
-        bool careful = false;
-        if (block_hides) {
-            careful = __syncthreads_or(fragment::has_special<plan::kThreads>(smem.v)) != 0;
-        } else {
-            __syncthreads();
-        }
+        __syncthreads();
         if (tile + 1 < keys.last) fragment::copy<plan::kThreads>(smem.k, gK, key + plan::kTileKv);
         hw::cp_async_commit();
+        const bool careful =
+            block_hides && __syncthreads_or(fragment::has_special<plan::kThreads>(smem.v)) != 0;
 
         finish_scores(s, score, query, key, hides);
         large = raise(rows, out, s, factor, headroom, large);
