@@ -66,14 +66,19 @@ class Form(NamedTuple):
 
 def view(x: Any) -> View:
     """Look at a NumPy or CuPy array."""
+    if not isinstance(x, np.ndarray):
+        return _gpu_view(x)
     shape, strides, size = x.shape, x.strides, x.itemsize
-    if isinstance(x, np.ndarray):
-        address, device = x.__array_interface__["data"][0], None
-    else:
-        data = x.data
-        address, device = data.ptr, data.device_id
+    address = x.__array_interface__["data"][0]
     form = shape, strides, size, address & 15
-    return _new(View, (x, x.dtype, shape, strides, address, device, size, form))
+    return _new(View, (x, x.dtype, shape, strides, address, None, size, form))
+
+
+def _gpu_view(x: Any) -> View:
+    shape, strides, size, data = x.shape, x.strides, x.itemsize, x.data
+    address = data.ptr
+    form = shape, strides, size, address & 15
+    return _new(View, (x, x.dtype, shape, strides, address, data.device_id, size, form))
 
 
 _new = tuple.__new__  # a third of the time of View(...)
@@ -87,6 +92,8 @@ def adopt(name: str, x: Any) -> View:
     TypeError
         `x` is no array of a kind that can be used; the message says what was expected.
     """
+    if type(x) is _gpu_array[0]:  # mostly
+        return _aligned(name, x)
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(
@@ -98,6 +105,7 @@ def adopt(name: str, x: Any) -> View:
         return x
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
+        _gpu_array[0] = cupy.ndarray
         return _aligned(name, x)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(name, x)
@@ -109,8 +117,11 @@ def adopt(name: str, x: Any) -> View:
     )
 
 
+_gpu_array: list[type | None] = [None]  # CuPy's, once there was one
+
+
 def _aligned(name: str, array: Any) -> View:
-    x = view(array)
+    x = _gpu_view(array)
     if (x.address | _bits(x.strides)) & (x.itemsize - 1):
         raise ValueError(
             f"{name}: its elements are not aligned to their size of {x.itemsize} bytes; "

@@ -28,10 +28,11 @@ def forward(problem: Problem, inputs: Arrays, want_lse: bool, out: Any) -> tuple
             "out: expected one array, or a pair (out, lse) together with return_lse=True, "
             f"got a tuple of {len(to_out)}"
         )
-    to = Destinations("q", inputs.q, inputs.named())
+    q = inputs.q
+    to = Destinations("q", q, inputs)
     with arrays.on(inputs.device):
-        shape = layout.shape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
-        result = to.result("out", to_out, shape, inputs.q.dtype)
+        shape = q.shape if p.head_dim_v == p.head_dim else (*q.shape[:-1], p.head_dim_v)
+        result = to.result("out", to_out, shape, q.dtype)
         lse = None
         if want_lse:
             rows = layout.row_shape(p.batch, p.heads_q, p.seqlen_q)
@@ -56,7 +57,7 @@ def backward(problem: Problem, inputs: Arrays, wrt: Any, out: Any, workspace: An
         raise TypeError(f"out: expected (dq, dk, dv[, dbias[, dsinks]]), got {_kind(out)}")
     i = inputs
     of = {"q": i.q, "k": i.k, "v": i.v, "bias": i.bias, "sinks": i.sinks}
-    to = Destinations("q", inputs.q, inputs.named())
+    to = Destinations("q", inputs.q, inputs)
     gradients: dict[str, View] = {}
     found: list[Any] = []
     with arrays.on(inputs.device):
@@ -85,7 +86,7 @@ def merge(problem: Merge, parts: Parts, out: Any) -> tuple[Any, Any]:
     to_out, to_lse = read_pair(out)
     first_out, first_lse = parts.outs[0], parts.lses[0]
     with arrays.on(parts.device):
-        to = Destinations("outs[0]", first_out, parts.named())
+        to = Destinations("outs[0]", first_out, parts)
         result = to.result("out", to_out, first_out.shape, first_out.dtype)
         lse = to.result("lse of out", to_lse, first_lse.shape, first_lse.dtype)
         launch.merge(problem, parts, result, lse)

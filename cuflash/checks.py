@@ -44,7 +44,9 @@ def same_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], source: s
 
 def flag(name: str, value: Any) -> bool:
     """Return an argument that must be True or False; an array or a number is an error."""
-    if not isinstance(value, (bool, np.bool_)):
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool_):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
     return bool(value)
 

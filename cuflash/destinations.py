@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,14 +14,22 @@ from .arrays import View
 __all__ = ["Destinations"]
 
 
+class Inputs(Protocol):
+    """The arrays that a call reads."""
+
+    def named(self) -> Iterator[tuple[str, View]]:
+        """Yield each with its name."""
+        ...
+
+
 class Destinations:
     """Where a call writes: arrays fit for that, which share no memory with inputs or each other.
 
-    Results lie where `like` does, an input that messages call `name`. `inputs` are all arrays that
-    the call reads, each with its name; they are asked for when the caller gives a destination.
+    Results lie where `like` does, an input that messages call `name`. `inputs` have all arrays that
+    the call reads; they are asked for when the caller gives a destination.
     """
 
-    def __init__(self, name: str, like: View, inputs: Iterable[tuple[str, View]]) -> None:
+    def __init__(self, name: str, like: View, inputs: Inputs) -> None:
         self._name = name
         self._like = like
         self._inputs = inputs
@@ -69,7 +77,7 @@ class Destinations:
                 f"shape {x.shape}, as of a broadcast view"
             )
         if not self._taken:
-            self._taken = [(other, y, *arrays.extent(y)) for other, y in self._inputs]
+            self._taken = [(other, y, *arrays.extent(y)) for other, y in self._inputs.named()]
         low, high = arrays.extent(x)
         for other, y, first, end in self._taken:
             if low < end and first < high and arrays.overlap(x, y):

@@ -22,7 +22,7 @@ from . import arrays, compile, device, host, select
 from .arrays import Form, View
 from .layout import Layout
 from .merge import Merge, Parts
-from .params import ADDRESSES, SEED, Operands, pack, pack_merge
+from .params import ADDRESSES, SEED, Operands, pack, pack_merge, row_alignment
 from .plan import KernelPlan, MergeStates, UnitPlan
 from .problem import Arrays, Problem, Traits
 
@@ -104,10 +104,13 @@ def _recipe(
     *forms: tuple[Any, ...] | None,
 ) -> _Recipe:
     """Work out a kind of call; `forms` are those of the operands, in order."""
-    steps = [step for step in _steps(direction, problem.traits, index) if _runs(step[0], results)]
-    offsets, size = _scratch([plan for plan, _ in steps], problem)
     names = Operands._fields
     given = {name: Form(*x) for name, x in zip(names, forms, strict=True) if x is not None}
+    group = problem.dtype.group
+    aligned = min(row_alignment(given[name], layout, group) for name in ("q", "k", "v"))
+    traits = problem.traits._replace(aligned=aligned)
+    steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
+    offsets, size = _scratch([plan for plan, _ in steps], problem)
     room = bytearray(KernelPlan.params_bytes)
     pack(room, problem, layout, Operands(**given, **offsets))  # type: ignore[arg-type]
     blocks = [min(plan.parts(problem), _MAX_BLOCKS) for plan, _ in steps]

@@ -15,7 +15,7 @@ from .merge import Merge, Parts
 from .plan import PARAMS_BYTES, MergeStates, dbias_split
 from .problem import Problem
 
-__all__ = ["ADDRESSES", "SEED", "Operands", "pack", "pack_merge"]
+__all__ = ["ADDRESSES", "SEED", "Operands", "pack", "pack_merge", "row_alignment"]
 
 
 class Operands(NamedTuple):
@@ -114,17 +114,27 @@ _NO_PAIRS = (0,) * 10
 _NO_HEADS = (0,) * 3
 
 
+def row_alignment(x: View | Form, layout: Layout, group: int) -> int:
+    """Return how many bytes of a row can be moved at once: 16, 8 or, if it is not contiguous, 0.
+
+    Never less than `group` elements.
+    """
+    strides, size = x.strides, x.itemsize
+    if strides[layout.dim] != size:
+        return 0
+    bits = x.address | strides[layout.seq] | strides[layout.heads] | x.shape[layout.dim] * size
+    if layout.batch is not None:
+        bits |= strides[layout.batch]
+    return next((n for n in (16, 8) if n >= group * size and not bits % n), 0)
+
+
 def _tensor(x: View | Form, layout: Layout, group: int) -> tuple[int, ...]:
-    """Return struct Tensor: address, strides in elements, and whether vectors can be moved."""
-    strides, size, address = x.strides, x.itemsize, x.address
+    """Return struct Tensor: address, strides in elements, and the bytes that can move at once."""
+    strides, size = x.strides, x.itemsize
     batch = 0 if layout.batch is None else strides[layout.batch]
     seq, head, dim = strides[layout.seq], strides[layout.heads], strides[layout.dim]
-    vectors = (
-        dim == size
-        and x.shape[layout.dim] % group == 0
-        and not (address | batch | seq | head) % (group * size)
-    )
-    return address, batch // size, seq // size, head // size, dim // size, vectors
+    aligned = row_alignment(x, layout, group)
+    return x.address, batch // size, seq // size, head // size, dim // size, aligned
 
 
 def _rows(x: View | Form) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ __all__ = [
     "BackwardDqSimt",
     "Delta",
     "Dsinks",
+    "ForwardMma",
     "ForwardSimt",
     "KernelPlan",
     "MergeStates",
@@ -112,6 +113,13 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _tiles(problem: Problem, heads: int, rows: int, tile: int) -> int:
+    """Return work_parts() of ``parts/work.cuh``."""
+    if problem.is_packed:
+        return heads * (rows // tile + problem.batch + 2)
+    return problem.batch * heads * _ceil(rows, tile)
+
+
 @dataclass(frozen=True)
 class _Tiled(KernelPlan):
     """A kernel built from ``parts/tile.cuh``."""
@@ -129,12 +137,6 @@ class _Tiled(KernelPlan):
     @property
     def threads(self) -> int:
         return self.threads_y * self.threads_x
-
-    def _tiles(self, problem: Problem, heads: int, rows: int, tile: int) -> int:
-        """Return work_parts() of ``parts/work.cuh``."""
-        if problem.is_packed:
-            return heads * (rows // tile + problem.batch + 2)
-        return problem.batch * heads * _ceil(rows, tile)
 
     def _tile_bytes(self, rows: int, cols: int) -> int:
         """Return sizeof(tile::Shared<rows, cols>): each row is padded by 16 bytes."""
@@ -165,7 +167,37 @@ class ForwardSimt(_Chunked):
         )
 
     def parts(self, problem: Problem) -> int:
-        return self._tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
+        return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
+
+
+@dataclass(frozen=True)
+class ForwardMma(KernelPlan):
+    """``forward_mma.cu``."""
+
+    kernel = "forward_mma"
+    family = "mma"
+    results = ("out",)
+
+    tile_q: int
+    tile_kv: int
+    warps: int
+    dim: int  # head_dim and head_dim_v, padded to multiples of 16
+    dim_v: int
+    blocks_per_sm: int  # what the compiler keeps registers free for
+    aligned: int  # bytes of rows of q, k and v that are copied at once: 16, 8, or 0 for any strides
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q, K and V; rows of tiles are padded by 8 elements."""
+        rows = self.tile_q * (self.dim + 8) + self.tile_kv * (self.dim + self.dim_v + 16)
+        return rows * DTYPES[self.dtype].itemsize
+
+    def parts(self, problem: Problem) -> int:
+        return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
 
 
 @dataclass(frozen=True)
@@ -187,7 +219,7 @@ class BackwardDqSimt(_Chunked):
         )
 
     def parts(self, problem: Problem) -> int:
-        return self._tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
+        return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
 
 
 @dataclass(frozen=True)
@@ -210,7 +242,7 @@ class BackwardDkdvSimt(_Chunked):
         )
 
     def parts(self, problem: Problem) -> int:
-        return self._tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)
+        return _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)
 
 
 @dataclass(frozen=True)

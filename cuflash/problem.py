@@ -47,6 +47,7 @@ class Traits(NamedTuple):
     head_dim: int
     head_dim_v: int
     features: tuple[str, ...] = ()  # of FEATURES, in its order
+    aligned: int = 16  # bytes of rows of q, k and v that can be moved at once: 16, 8, or 0
 
 
 class Problem(NamedTuple):
@@ -208,9 +209,10 @@ def read_backward(
 
 
 def _same_kind(name: str, x: View, q: View, device: int | None) -> None:
-    if x.dtype != q.dtype:
+    if x.dtype is not q.dtype and x.dtype != q.dtype:
         raise TypeError(f"{name}: expected dtype {q.dtype}, as q has, got {x.dtype}")
-    checks.same_place(name, x, device)
+    if x.device != device:
+        checks.same_place(name, x, device)
 
 
 def _rows(name: str, x: View, shape: tuple[int, ...], dtype: DType, device: int | None) -> None:

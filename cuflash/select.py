@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
+from .arch.mma import Mma
 from .arch.simt import Simt
 from .device import Device
 from .plan import KernelPlan, Plan
@@ -19,7 +20,7 @@ from .problem import Traits
 
 __all__ = ["FAMILIES", "choose"]
 
-FAMILIES = (Simt(),)
+FAMILIES = (Mma(), Simt())
 
 
 @functools.cache
@@ -27,7 +28,7 @@ def choose(direction: Literal["forward", "backward"], traits: Traits, device: De
     """Return the plan for a direction."""
     reasons = []
     for family in FAMILIES:
-        reason = family.rejects(traits, device)
+        reason = family.rejects(direction, traits, device)
         if reason is None:
             plan = [_first_fit(offers, device) for offers in getattr(family, direction)(traits)]
             if None not in plan:

@@ -20,6 +20,7 @@ from cuflash.plan import (
     BackwardDqSimt,
     Delta,
     Dsinks,
+    ForwardMma,
     ForwardSimt,
     MergeStates,
     Plan,
@@ -45,12 +46,13 @@ class Row:
     def tile(self) -> tuple[int, int]:
         """The forward's tile, which lengths are drawn around."""
         plan = self.forward[0]
-        assert isinstance(plan, ForwardSimt)
+        assert isinstance(plan, (ForwardSimt, ForwardMma))
         return plan.tile_q, plan.tile_kv
 
-    @property
-    def family(self) -> str:
-        return self.forward[0].family
+    def family(self, direction: str) -> str:
+        """The family of a pass; its first kernel but for delta."""
+        plans = self.forward if direction == "forward" else self.backward
+        return next(plan.family for plan in plans if plan.family != "any")
 
 
 def _small(
@@ -99,6 +101,32 @@ def _small(
         options,
     )
 
+
+def _small_mma(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str, ...] = ()) -> Row:
+    tile_q, tile_kv, warps = _MMA_TILES[tile]
+    forward = ForwardMma(
+        dtype=dtype,
+        tile_q=tile_q,
+        tile_kv=tile_kv,
+        warps=warps,
+        dim=dim,
+        dim_v=dim_v,
+        blocks_per_sm=1,
+        aligned=0,  # see run.using
+        **dict.fromkeys(options, True),
+    )
+    name = f"{dtype}-mma-{tile}-{dim}x{dim_v}" + ("-options" if options else "")
+    backward = shipped(dtype, dim, dim_v, options=options).backward
+    return Row(name, dtype, (forward,), backward, dim, dim_v, options)
+
+
+# tile_q, tile_kv, warps: one slab of 16 rows a warp, or two; a warp, or several
+_MMA_TILES = {
+    "warp": (16, 16, 1),
+    "slabs": (32, 16, 1),
+    "warps": (32, 32, 2),
+    "both": (64, 16, 2),
+}
 
 # tile_q, tile_kv, threads_y, threads_x, chunk
 _SMALL_TILES = {
@@ -156,6 +184,12 @@ _SHIPPED_SIZES = [(16, 16), (64, 64), (128, 128), (96, 40)]
 ROWS = [_small(*row) for row in _COVERING] + [
     shipped(dtype, *sizes) for dtype in DTYPES for sizes in _SHIPPED_SIZES
 ]
+ROWS += [
+    _small_mma("float16", "warp", 16, 48),
+    _small_mma("float16", "both", 80, 32),
+    _small_mma("bfloat16", "slabs", 48, 16),
+    _small_mma("bfloat16", "warps", 32, 80),
+]
 
 # Kernels with code for options: all of them, from which a call draws any, and the sets of few.
 OPTION_ROWS = [
@@ -165,6 +199,8 @@ OPTION_ROWS = [
     _small("float32", "tall", 1, 3, False, FEATURES),
     _small("float64", "tall", 1, 2, True, FEATURES),
     _small("float64", "wide", 2, 1, False, FEATURES),
+    _small_mma("float16", "slabs", 32, 16, FEATURES),
+    _small_mma("bfloat16", "warps", 16, 32, FEATURES),
     *(shipped(dtype, 64, 64, options=FEATURES) for dtype in DTYPES),
     shipped("float32", 64, 64, options=("packed",)),
     shipped("float32", 64, 64, options=("bias",)),

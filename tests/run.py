@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,17 +13,25 @@ from check import Inputs
 
 import cuflash
 from cuflash import compile, device, launch
-from cuflash.plan import Plan
+from cuflash.plan import ForwardMma, Plan
 from cuflash.problem import Traits
 
 
 @contextlib.contextmanager
 def using(forward: Plan, backward: Plan) -> Iterator[None]:
-    """Let every call run these plans instead of those that `select` would choose."""
+    """Let every call run these plans instead of those that `select` would choose.
+
+    How arrays are copied is decided by the call's strides all the same.
+    """
 
     def steps(direction: str, traits: Traits, index: int | None) -> list[Any]:
         where = device.CPU if index is None else device.gpu(index)
-        plan = forward if direction == "forward" else backward
+        plan = [
+            dataclasses.replace(kernel, aligned=traits.aligned)
+            if isinstance(kernel, ForwardMma)
+            else kernel
+            for kernel in (forward if direction == "forward" else backward)
+        ]
         return [(kernel, compile.kernel(kernel, where, index)) for kernel in plan]
 
     with stepping(steps):

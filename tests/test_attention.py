@@ -25,7 +25,7 @@ def examine(backend: Backend, row: Row, data: st.DataObject) -> None:
     check_backward(grads, inputs)
     for direction in ("forward", "backward"):
         tiles = case.tiles(*row.tile)
-        tally.example(backend.name, row.dtype, direction, row.family, tiles, repr(case))
+        tally.example(backend.name, row.dtype, direction, row.family(direction), tiles, repr(case))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

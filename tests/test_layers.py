@@ -92,7 +92,7 @@ def test_kernels_include_no_system_header() -> None:
 # --- struct Params -------------------------------------------------------------------------------
 
 #: The fields of each kind of array, as members and with what they are made of.
-_TENSOR = ("data", "stride_batch", "stride_seq", "stride_head", "stride_dim", "vectors")
+_TENSOR = ("data", "stride_batch", "stride_seq", "stride_head", "stride_dim", "aligned")
 _ROWS = ("data", "stride_batch", "stride_head", "stride_seq")
 _PAIRS = (
     *("data", "stride_batch", "stride_head", "stride_query", "stride_key"),
@@ -142,7 +142,7 @@ def _example() -> tuple[problem.Problem, params.Operands, dict[str, float]]:
         strides = [stride // x.itemsize for stride in x.strides]
         numbers: list[float] = [x.address, *strides]
         if fields is _TENSOR:
-            numbers += [int(x.shape[-1] == 8)]
+            numbers += [16 if x.shape[-1] == 8 else 0]
         elif fields is _PAIRS:
             numbers += [*x.shape, 1]
         elif fields is _OFFSETS:

@@ -143,7 +143,7 @@ class Simt:
 
     name = "simt"
 
-    def rejects(self, traits: Traits, device: Device) -> str | None:
+    def rejects(self, direction: str, traits: Traits, device: Device) -> str | None:
         """Return why the family cannot serve a problem: never."""
         return None
 

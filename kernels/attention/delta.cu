@@ -18,7 +18,7 @@ __device__ __forceinline__ Accum dot(const Matrix& a, const Matrix& b, int32 row
     const Element* from_a = a.data + row * a.stride_row;
     const Element* from_b = b.data + row * b.stride_row;
     Accum sum = 0;
-    if (a.vectors && b.vectors) {
+    if (a.aligned && b.aligned) {
         for (int32 d = 0; d < a.cols; d += kGroup) {
             const Group group_a = hw::load(reinterpret_cast<const Group*>(from_a + d));
             const Group group_b = hw::load(reinterpret_cast<const Group*>(from_b + d));

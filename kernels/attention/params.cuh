@@ -8,8 +8,9 @@
 struct Tensor {
     void* data;  // may be null where a kernel does not use the array
     int64 stride_batch, stride_seq, stride_head, stride_dim;
-    int64 vectors;  // 1: rows are contiguous, and each 16 / sizeof(Accum) elements of a row are
-                    // aligned to their size, so that they can be moved at once
+    int64 aligned;  // 8 or 16 if rows are contiguous, and so many bytes of them after the other are
+                    // aligned to their size and can be moved at once; else 0. Never fewer bytes
+                    // than 16 / sizeof(Accum) elements.
 };
 
 // A (batch, head, seq) array of Accum with any strides, counted in elements.

@@ -13,7 +13,8 @@ struct Matrix {
     Element* data;
     int64 stride_row, stride_col;
     int32 rows, cols;
-    bool vectors;  // groups of kGroup elements of a row can be moved at once
+    bool vectors;   // groups of kGroup elements of a row can be moved at once
+    int32 aligned;  // bytes of a contiguous row that can be moved at once, or 0
 };
 __device__ __forceinline__ Matrix
 matrix(const Tensor& t, int64 batch, int32 head, int32 first, int32 rows, int32 cols) {
@@ -23,7 +24,8 @@ matrix(const Tensor& t, int64 batch, int32 head, int32 first, int32 rows, int32 
             t.stride_dim,
             rows,
             cols,
-            t.vectors != 0};
+            t.aligned != 0,
+            static_cast<int32>(t.aligned)};
 }
 // Of a tensor whose rows are queries, or keys.
 __device__ __forceinline__ Matrix query_matrix(const Tensor& t,

@@ -105,6 +105,11 @@ struct Scores {
         return s;
     }
 
+    // |scale|, for kernels that keep scores in units of products. Not 0: -inf must remain hidden.
+    __device__ __forceinline__ float unit() const {
+        return fmaxf(fabsf(static_cast<float>(scale)), 1e-30f);
+    }
+
     // May pairs of this tile be hidden? If not, no pair need be asked about.
     __device__ __forceinline__ bool hides(int32 query, int32 queries, int32 key, int32 keys) const {
         bool pairs = false;

@@ -66,6 +66,13 @@ inline bfloat16 from_float<bfloat16>(float x) {
 }
 
 template <class T>
+constexpr bool kIsBfloat16 = T::is_neither_float16_nor_bfloat16;
+template <>
+constexpr bool kIsBfloat16<float16> = false;
+template <>
+constexpr bool kIsBfloat16<bfloat16> = true;
+
+template <class T>
 constexpr host::Element kElement = T::is_neither_float16_nor_bfloat16;
 template <>
 constexpr host::Element kElement<float16> = host::Element::kFloat16;

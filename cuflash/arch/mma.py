@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family of ``mma.sync``: float16 and bfloat16 on tensor cores, from Ampere on.
+
+Tile shapes are data; see docs/measured.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..device import Device
+from ..plan import ForwardMma, KernelPlan
+from ..problem import FEATURES, Traits
+
+__all__ = ["Mma"]
+
+_MAX_HEAD_DIM = 256
+
+
+class _Tile(NamedTuple):
+    """A tile shape, for head sizes (the larger of the two) up to `head_dim`."""
+
+    head_dim: int
+    tile_q: int
+    tile_kv: int
+    warps: int
+    blocks_per_sm: int
+    options: tuple[int, int] = (0, len(FEATURES))  # how many options it serves, from and to
+
+
+# Where several rows serve a head size, the first that fits the shared memory is taken.
+_FORWARD = (
+    _Tile(64, 128, 64, 4, 2, options=(0, 1)),
+    _Tile(64, 64, 64, 4, 2),
+    _Tile(96, 64, 64, 4, 3, options=(0, 0)),
+    _Tile(96, 64, 64, 4, 2),
+    _Tile(128, 64, 64, 4, 3, options=(0, 0)),
+    _Tile(128, 64, 64, 4, 2),
+    _Tile(192, 128, 64, 8, 1, options=(0, 1)),
+    _Tile(192, 64, 64, 4, 1),
+    _Tile(192, 64, 32, 4, 1),
+    _Tile(256, 128, 64, 8, 1, options=(0, 1)),
+    _Tile(256, 64, 64, 4, 1, options=(0, 1)),
+    _Tile(256, 64, 32, 4, 1),
+)
+
+#: Sets of options that kernels are compiled for, the quickest first. A call gets the first that has
+#: all of its options.
+FEATURE_SETS = (
+    frozenset[str](),
+    *(frozenset({name}) for name in FEATURES),
+    frozenset(FEATURES),
+)
+
+#: Padded head sizes; every size in between runs as the next one.
+_PADDED = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+class Mma:
+    """See the module's docstring."""
+
+    name = "mma"
+
+    def rejects(self, direction: str, traits: Traits, device: Device) -> str | None:
+        """Return why the family cannot serve a problem, or None."""
+        if direction != "forward":
+            return "it has no backward"
+        if traits.dtype.itemsize != 2:
+            return f"tensor cores take float16 and bfloat16, not {traits.dtype}"
+        if max(traits.head_dim, traits.head_dim_v) > _MAX_HEAD_DIM:
+            return f"head sizes end at {_MAX_HEAD_DIM}"
+        if not device.is_cpu and device.capability < (8, 0):
+            return "it needs compute capability 8.0"
+        return None
+
+    def forward(self, traits: Traits) -> list[list[KernelPlan]]:
+        """Return the candidates for the one kernel of the forward, best first."""
+        options = compiled_for(traits.features)
+        need = max(traits.head_dim, traits.head_dim_v)
+        size = min(row.head_dim for row in _FORWARD if row.head_dim >= need)
+        return [
+            [
+                forward(traits, row, options)
+                for row in _FORWARD
+                if row.head_dim == size and row.options[0] <= len(options) <= row.options[1]
+            ]
+        ]
+
+    def backward(self, traits: Traits) -> list[list[KernelPlan]]:
+        """Return nothing yet; `rejects` says so."""
+        raise NotImplementedError
+
+
+def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
+    """Return the set of options whose kernel serves a call with these ones."""
+    return next(options for options in FEATURE_SETS if options.issuperset(features))
+
+
+def padded(head_dim: int) -> int:
+    """Return the head size that a kernel computes with."""
+    return next(size for size in _PADDED if size >= head_dim)
+
+
+def forward(traits: Traits, tile: _Tile, options: frozenset[str] = frozenset()) -> ForwardMma:
+    """Return the forward plan of a tile shape."""
+    return ForwardMma(
+        dtype=traits.dtype.name,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        warps=tile.warps,
+        dim=padded(traits.head_dim),
+        dim_v=padded(traits.head_dim_v),
+        blocks_per_sm=tile.blocks_per_sm,
+        aligned=traits.aligned,
+        **dict.fromkeys(options, True),
+    )

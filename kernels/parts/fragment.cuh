@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of 16-bit elements in shared memory, and their products by mma.sync.
+//
+// A row of a tile has its columns, a multiple of 16, and 8 more of padding: rows are then an odd
+// number of 16-byte pieces apart, so that the 8 rows that ldmatrix reads at once lie in different
+// banks, whatever the head size.
+//
+// A warp works on slabs of 16 rows. Of the 8 columns from 8 n on, a lane holds in fragment[n]
+//     [0], [1]: row lane / 4, columns 2 (lane % 4) and the next;   [2], [3]: the row 8 below.
+#pragma once
+#include "hw/cp_async.cuh"
+#include "hw/ldmatrix.cuh"
+#include "hw/mma.cuh"
+#include "parts/operand.cuh"
+
+namespace fragment {
+
+constexpr int kSlab = 16;
+
+template <int kRows, int kCols>
+struct Tile {
+    static_assert(kCols % 16 == 0, "whole steps of mma.sync");
+    static constexpr int kPitch = kCols + 8;
+
+    Element at[kRows][kPitch];
+};
+
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+// Where the element i of a lane's fragment of 8 columns is, in a slab.
+__device__ __forceinline__ int row_of(int i) { return lane() / 4 + i / 2 * 8; }
+__device__ __forceinline__ int col_of(int i) { return lane() % 4 * 2 + i % 2; }
+
+// --- From global to shared memory ----------------------------------------------------------------
+
+// Copies kBytes at once, by cp.async. A thread stays in its column, and goes down so many rows that
+// the block's threads, but for a few that are idle, make whole rows.
+template <int kBytes, int kThreads, int kRows, int kCols>
+__device__ __forceinline__ void copy_pieces(Tile<kRows, kCols>& tile, const Matrix& m, int32 first) {
+    constexpr int kElements = kBytes / static_cast<int>(sizeof(Element));
+    constexpr int kPieces = kCols / kElements;  // of a row
+    constexpr int kStep = kThreads / kPieces;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int row = thread / kPieces, col = thread % kPieces * kElements;
+    if (kThreads % kPieces != 0 && row >= kStep) return;
+    const Element* from = m.data + (first + row) * m.stride_row + col;
+    const int64 step = kStep * m.stride_row;
+    const int rows = col < m.cols ? m.rows - first : 0;
+#pragma unroll 4
+    for (int i = 0; i < kRows; i += kStep, from += step) {
+        if (kRows % kStep != 0 && i + row >= kRows) break;
+        hw::cp_async<kBytes>(&tile.at[i + row][col], from, i + row < rows);
+    }
+}
+
+// The same for any strides and addresses, one element at a time.
+template <int kThreads, int kRows, int kCols>
+__device__ __forceinline__ void copy_elements(Tile<kRows, kCols>& tile,
+                                              const Matrix& m,
+                                              int32 first) {
+#pragma unroll 4
+    for (int index = static_cast<int>(threadIdx.x); index < kRows * kCols; index += kThreads) {
+        const int row = index / kCols, col = index % kCols;
+        Element x = {};
+        if (first + row < m.rows && col < m.cols) {
+            x = hw::load(m.data + (first + row) * m.stride_row + col * m.stride_col);
+        }
+        tile.at[row][col] = x;
+    }
+}
+
+// Starts to bring rows [first, first + kRows) of a head; what does not exist becomes zeros. They are
+// there for the thread that copied after cp_async_wait, for the others after a barrier behind it.
+template <int kThreads, int kRows, int kCols>
+__device__ __forceinline__ void copy(Tile<kRows, kCols>& tile, const Matrix& m, int32 first) {
+    if constexpr (plan::kAligned != 0) {
+        copy_pieces<plan::kAligned, kThreads>(tile, m, first);
+    } else {
+        copy_elements<kThreads>(tile, m, first);
+    }
+}
+
+// Halves of a word that are not zero, as masks of 16 bits.
+__device__ __forceinline__ uint32 halves(uint32 word) {
+    return (word & 0xffffu ? 0xffffu : 0u) | (word & 0xffff0000u ? 0xffff0000u : 0u);
+}
+
+// Halves that are infinite or NaN: their exponent is all ones.
+__device__ __forceinline__ uint32 special(uint32 word) {
+    constexpr uint32 kExponents = hw::kIsBfloat16<Element> ? 0x7f807f80u : 0x7c007c00u;
+    return ~halves(~word & kExponents);
+}
+
+// Is any element of a tile, of those that the calling thread has a share of, infinite or NaN?
+template <int kThreads, int kRows, int kCols>
+__device__ __forceinline__ bool has_special(const Tile<kRows, kCols>& tile) {
+    uint32 found = 0;
+#pragma unroll 4
+    for (int index = static_cast<int>(threadIdx.x); index < kRows * kCols / 2; index += kThreads) {
+        const int row = index / (kCols / 2), col = index % (kCols / 2) * 2;
+        found |= special(*reinterpret_cast<const uint32*>(&tile.at[row][col]));
+    }
+    return found != 0;
+}
+
+// --- Operands ------------------------------------------------------------------------------------
+
+// Rows [row, row + 16), columns [col, col + 16) of a tile as the left operand.
+template <int kRows, int kCols>
+__device__ __forceinline__ void left(uint32 (&a)[4], const Tile<kRows, kCols>& t, int row, int col) {
+    hw::ldmatrix(a, &t.at[row + lane() % 16][col + lane() / 16 * 8]);
+}
+
+// The transpose of rows [row, row + 16), columns [col, col + 16) as two right operands: b[0] for
+// rows [row, row + 8), b[1] for the others.
+template <int kRows, int kCols>
+__device__ __forceinline__ void right_transposed(uint32 (&b)[2][2],
+                                                 const Tile<kRows, kCols>& t,
+                                                 int row,
+                                                 int col) {
+    uint32 r[4];
+    hw::ldmatrix(r, &t.at[row + lane() / 16 * 8 + lane() % 8][col + lane() / 8 % 2 * 8]);
+    b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+}
+
+// Rows [row, row + 16), columns [col, col + 16) as two right operands: b[0] for columns
+// [col, col + 8), b[1] for the others.
+template <int kRows, int kCols>
+__device__ __forceinline__ void right(uint32 (&b)[2][2],
+                                      const Tile<kRows, kCols>& t,
+                                      int row,
+                                      int col) {
+    uint32 r[4];
+    hw::ldmatrix<true>(r, &t.at[row + lane() % 16][col + lane() / 16 * 8]);
+    b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+}
+
+// Columns [16 j, 16 j + 16) of a fragment as the left operand, rounded to elements.
+template <int kColumns8>
+__device__ __forceinline__ void left(uint32 (&a)[4], const float (&x)[kColumns8][4], int j) {
+    a[0] = hw::pack2<Element>(x[2 * j][0], x[2 * j][1]);
+    a[1] = hw::pack2<Element>(x[2 * j][2], x[2 * j][3]);
+    a[2] = hw::pack2<Element>(x[2 * j + 1][0], x[2 * j + 1][1]);
+    a[3] = hw::pack2<Element>(x[2 * j + 1][2], x[2 * j + 1][3]);
+}
+
+template <int kSlabs, int kColumns8>
+__device__ __forceinline__ void clear(float (&x)[kSlabs][kColumns8][4]) {
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) {
+#pragma unroll
+        for (int n = 0; n < kColumns8; ++n) x[s][n][0] = x[s][n][1] = x[s][n][2] = x[s][n][3] = 0;
+    }
+}
+
+// --- Products ------------------------------------------------------------------------------------
+
+// sums[s] += a[rows of slab s] b^T; slab s begins at row `row` + 16 s.
+template <int kSlabs, int kColumns8, int kRowsA, int kRowsB, int kCols>
+__device__ __forceinline__ void add_a_bt(float (&sums)[kSlabs][kColumns8][4],
+                                         const Tile<kRowsA, kCols>& a,
+                                         int row,
+                                         const Tile<kRowsB, kCols>& b) {
+    static_assert(kRowsB == 8 * kColumns8, "a column of sums for each row of b");
+#pragma unroll
+    for (int k = 0; k < kCols; k += 16) {
+        uint32 left_operand[kSlabs][4];
+#pragma unroll
+        for (int s = 0; s < kSlabs; ++s) left(left_operand[s], a, row + kSlab * s, k);
+#pragma unroll
+        for (int n = 0; n < kColumns8; n += 2) {
+            uint32 right_operand[2][2];
+            right_transposed(right_operand, b, 8 * n, k);
+#pragma unroll
+            for (int s = 0; s < kSlabs; ++s) {
+                hw::mma_m16n8k16<Element>(sums[s][n], left_operand[s], right_operand[0]);
+                hw::mma_m16n8k16<Element>(sums[s][n + 1], left_operand[s], right_operand[1]);
+            }
+        }
+    }
+}
+
+// sums[s] += x[s] b, with x rounded to elements.
+template <int kSlabs, int kColumns8, int kRows8, int kRowsB, int kCols>
+__device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
+                                        const float (&x)[kSlabs][kRows8][4],
+                                        const Tile<kRowsB, kCols>& b) {
+    static_assert(kRowsB == 8 * kRows8 && kCols == 8 * kColumns8, "a product of tiles");
+#pragma unroll
+    for (int j = 0; j < kRows8 / 2; ++j) {
+        uint32 left_operand[kSlabs][4];
+#pragma unroll
+        for (int s = 0; s < kSlabs; ++s) left(left_operand[s], x[s], j);
+#pragma unroll
+        for (int n = 0; n < kColumns8; n += 2) {
+            uint32 right_operand[2][2];
+            right(right_operand, b, 16 * j, 8 * n);
+#pragma unroll
+            for (int s = 0; s < kSlabs; ++s) {
+                hw::mma_m16n8k16<Element>(sums[s][n], left_operand[s], right_operand[0]);
+                hw::mma_m16n8k16<Element>(sums[s][n + 1], left_operand[s], right_operand[1]);
+            }
+        }
+    }
+}
+
+// --- Infinities and NaN in the right factor ------------------------------------------------------
+//
+// Where a row of x does not see all rows of b, x is 0 there, and 0 * NaN must not reach its sums. So
+// what is special in b is first added as far as it is seen, and then made 0.
+
+// sums[s] += what is special in b in rows that are seen. Bit 4 n + i of seen[s] says so of element i
+// of fragment n of x. What rises and what falls is counted by products of ones; a NaN counts on both
+// sides, so that it comes out as inf - inf.
+template <int kSlabs, int kColumns8, int kRowsB, int kCols>
+__device__ __forceinline__ void add_special(float (&sums)[kSlabs][kColumns8][4],
+                                            const uint64 (&seen)[kSlabs],
+                                            const Tile<kRowsB, kCols>& b) {
+    static_assert(kRowsB <= 128, "a bit of 64 for each element of a fragment");
+    constexpr uint32 kOne = hw::kIsBfloat16<Element> ? 0x3f80u : 0x3c00u;
+    constexpr uint32 kFractions = hw::kIsBfloat16<Element> ? 0x007f007fu : 0x03ff03ffu;
+    constexpr uint32 kOnes = kOne << 16 | kOne;
+#pragma unroll
+    for (int pair = 0; pair < kSlabs * kColumns8 / 2; ++pair) {
+        const int s = pair % kSlabs, n = pair / kSlabs * 2;
+        float rises[2][4] = {}, falls[2][4] = {};
+#pragma unroll 1
+        for (int j = 0; j < kRowsB / 16; ++j) {
+            const uint32 bits = static_cast<uint32>(seen[s] >> (8 * j));
+            uint32 sees[4], words[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint32 two = bits >> (2 * i);
+                sees[i] = (two & 1 ? kOne : 0u) | (two & 2 ? kOne << 16 : 0u);
+            }
+            right(words, b, 16 * j, 8 * n);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32 up[2], down[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const uint32 word = words[half][i], odd = special(word);
+                    const uint32 nan = halves(word & kFractions);
+                    const uint32 negative = halves(word & 0x80008000u);
+                    up[i] = odd & (nan | ~negative) & kOnes;
+                    down[i] = odd & (nan | negative) & kOnes;
+                }
+                hw::mma_m16n8k16<Element>(rises[half], sees, up);
+                hw::mma_m16n8k16<Element>(falls[half], sees, down);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float& sum = sums[s][n + i / 4][i % 4];
+            if (rises[i / 4][i % 4] > 0.0f) sum += __int_as_float(0x7f800000);
+            if (falls[i / 4][i % 4] > 0.0f) sum -= __int_as_float(0x7f800000);
+        }
+    }
+}
+
+// Makes 0 of what is special in the calling thread's share of a tile.
+template <int kThreads, int kRows, int kCols>
+__device__ __forceinline__ void clear_special(Tile<kRows, kCols>& tile) {
+#pragma unroll 1
+    for (int index = static_cast<int>(threadIdx.x); index < kRows * kCols / 2; index += kThreads) {
+        const int row = index / (kCols / 2), col = index % (kCols / 2) * 2;
+        uint32& word = *reinterpret_cast<uint32*>(&tile.at[row][col]);
+        word &= ~special(word);
+    }
+}
+
+}  // namespace fragment
