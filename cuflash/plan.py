@@ -192,8 +192,8 @@ class ForwardMma(KernelPlan):
 
     @property
     def smem_bytes(self) -> int:
-        """Q, K and V; rows of tiles are padded by 8 elements."""
-        rows = self.tile_q * (self.dim + 8) + self.tile_kv * (self.dim + self.dim_v + 16)
+        """Q, and two tiles of K and V each; rows of tiles are padded by 8 elements."""
+        rows = self.tile_q * (self.dim + 8) + 2 * self.tile_kv * (self.dim + self.dim_v + 16)
         return rows * DTYPES[self.dtype].itemsize
 
     def parts(self, problem: Problem) -> int:

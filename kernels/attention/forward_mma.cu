@@ -6,11 +6,12 @@
 // tiles that these rows see. Scores, probabilities and results stay in registers: the fragment of
 // scores that one product leaves is the left operand of the next.
 //
-//     copy       q k0 |  v0      |  k1      |  v1      |  k2 ...
-//     compute         |  s = q k0|  out += p v0  ...      | = cp_async_wait and __syncthreads
+//     copy       q k0 v0 | k1 v1           | k2 v2           |
+//     compute            | s = q k0, out += p v0 | s = q k1, out += p v1 |
 //
-// Each barrier says two things: the tile that was copied is there, and all have finished with the
-// one whose place is taken next. While one block waits another of the multiprocessor computes.
+// Two slots of K and V take turns. The one barrier of a turn says two things: the tiles copied during
+// the turn before are there, and all have finished with the slot that is filled next. While one
+// block waits another of the multiprocessor computes.
 //
 // Budget: a thread holds kSlabs * (kTileKv + kDimV) / 2 accumulators; arch/mma.py has the tiles that
 // leave no spills.
@@ -34,8 +35,8 @@ constexpr bool kScored = plan::kSoftcap || plan::kBias || plan::kAlibi || plan::
 
 struct Smem {
     fragment::Tile<plan::kTileQ, plan::kDim> q;
-    fragment::Tile<plan::kTileKv, plan::kDim> k;
-    fragment::Tile<plan::kTileKv, plan::kDimV> v;
+    fragment::Tile<plan::kTileKv, plan::kDim> k[2];
+    fragment::Tile<plan::kTileKv, plan::kDimV> v[2];
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
@@ -59,23 +60,17 @@ __device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visit visi
 }
 
 // Products become scores.
+template <bool kHides>
 __device__ __forceinline__ void finish_scores(
-    float (&s)[kSlabs][kKeys8][4], const Scores& score, int32 query, int32 key, bool hides) {
-    if (!kScored && score.scale < 0.0f) {
-        for_each_pair(0, 0, [&](int slab, int n, int i, int32, int32) {
-            s[slab][n][i] = -s[slab][n][i];
-        });
-    }
-    if (kScored || hides) {
-        for_each_pair(query, key, [&](int slab, int n, int i, int32 row, int32 col) {
-            float& x = s[slab][n][i];
-            if constexpr (kScored) {
-                x = score.at(x, row, col, hides).value;
-            } else {
-                if (!score.visible(row, col)) x = -softmax::infinity<float>();
-            }
-        });
-    }
+    float (&s)[kSlabs][kKeys8][4], const Scores& score, int32 query, int32 key) {
+    for_each_pair(query, key, [&](int slab, int n, int i, int32 row, int32 col) {
+        float& x = s[slab][n][i];
+        if constexpr (kScored) {
+            x = score.at(x, row, col, kHides).value;
+        } else if constexpr (kHides) {
+            if (!score.visible(row, col)) x = -softmax::infinity<float>();
+        }
+    });
 }
 
 // Which of these pairs are visible: bit 4 n + i of seen[slab]. Rare, so that it is to be short.
@@ -95,18 +90,14 @@ __device__ __forceinline__ void look(uint64 (&seen)[kSlabs],
     }
 }
 
-// Move the references of rows that have outgrown them, and rescale what was summed up.
+// May a row of the warp have outgrown its reference?
 //
-// Whether one has is asked of the scores' bits as integers: the order of positive numbers is the
-// same, negative ones are below all of them, and three of them are compared at once. For a limit
-// below 0, which says nothing then, the answer is yes.
-// Returns whether a row of the warp now has a large shift; `large` is what was returned before.
-__device__ __forceinline__ bool raise(LazyRow (&rows)[kRows],
-                                      float (&out)[kSlabs][kCols8][4],
-                                      const float (&s)[kSlabs][kKeys8][4],
-                                      float factor,
-                                      float headroom,
-                                      bool large) {
+// Asked of the scores' bits as integers: the order of positive numbers is the same, negative ones are
+// below all of them, and three of them are compared at once. For a limit below 0, which says nothing
+// then, the answer is yes.
+__device__ __forceinline__ bool outgrown(const LazyRow (&rows)[kRows],
+                                         const float (&s)[kSlabs][kKeys8][4],
+                                         float headroom) {
     bool grows = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -118,10 +109,18 @@ __device__ __forceinline__ bool raise(LazyRow (&rows)[kRows],
                                __float_as_int(x[r % 2 * 2 + 1]));
         }
         const float limit = rows[r].limit(headroom);
-        grows = grows || limit < 0.0f || largest > __float_as_int(limit);
+        grows |= limit < 0.0f | largest > __float_as_int(limit);
     }
-    if (!__any_sync(0xffffffffu, grows)) return large;
-    large = false;
+    return __any_sync(0xffffffffu, grows);
+}
+
+// Moves the references of rows to their maxima, and rescales what was summed up. Returns whether a
+// row of the warp has a large shift.
+__device__ __forceinline__ bool raise(LazyRow (&rows)[kRows],
+                                      float (&out)[kSlabs][kCols8][4],
+                                      const float (&s)[kSlabs][kKeys8][4],
+                                      float factor) {
+    bool large = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         float largest = -softmax::infinity<float>();
@@ -141,8 +140,8 @@ __device__ __forceinline__ bool raise(LazyRow (&rows)[kRows],
     return __any_sync(0xffffffffu, large);
 }
 
-// Scores become probabilities, up to a factor of the row.
-template <bool kLarge>
+// Scores become probabilities, up to a factor of the row. kExact: also where a shift is large.
+template <bool kExact>
 __device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
                                              LazyRow (&rows)[kRows],
                                              const Scores& score,
@@ -157,7 +156,7 @@ __device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float& x = s[r / 2][n][r % 2 * 2 + i];
-                x = kLarge ? rows[r].exponential(x, factor)
+                x = kExact ? rows[r].exponential(x, factor)
                            : hw::exp2_approx(fmaf(x, factor, -shift));
                 rows[r].sum += x;
                 if constexpr (plan::kDropout) {
@@ -205,82 +204,114 @@ __device__ __forceinline__ void write_results(const Params& p,
     }
 }
 
+// What a warp knows of its rows while it walks the keys.
+struct State {
+    LazyRow rows[kRows];
+    Scores::Row randoms[kRows];
+    float out[kSlabs][kCols8][4];
+    bool large;  // a row of the warp has a large shift
+};
+
+// One turn of the main loop: a tile of keys. Most turns are plain: the tile hides nothing from the
+// block, and no shift of the warp is large.
+template <bool kPlain>
+__device__ __forceinline__ void turn(State& state,
+                                     const fragment::Tile<plan::kTileQ, plan::kDim>& q,
+                                     const fragment::Tile<plan::kTileKv, plan::kDim>& k,
+                                     fragment::Tile<plan::kTileKv, plan::kDimV>& v,
+                                     const Scores& score,
+                                     int warp_row,
+                                     int32 query,
+                                     int32 key,
+                                     float factor,
+                                     bool hides) {
+    float s[kSlabs][kKeys8][4];
+    fragment::clear(s);
+    fragment::add_a_bt(s, q, warp_row, k);
+    if (kScored || !kPlain) finish_scores<!kPlain>(s, score, query, key);
+    const bool grows = outgrown(state.rows, s, softmax::kHeadroom / factor);
+    if (kPlain && !grows) {
+        exponentials<false>(s, state.rows, score, state.randoms, key, factor);
+    } else {
+        if (grows) state.large = raise(state.rows, state.out, s, factor);
+        exponentials<true>(s, state.rows, score, state.randoms, key, factor);
+    }
+    if (!kPlain && hides && __syncthreads_or(fragment::has_special<plan::kThreads>(v))) {
+        uint64 seen[kSlabs];
+        look(seen, score, query, key);
+        fragment::add_special(state.out, seen, v);
+        __syncthreads();
+        fragment::clear_special<plan::kThreads>(v);
+        __syncthreads();
+    }
+    fragment::add_x_b(state.out, s, v);
+}
+
 __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, Smem& smem) {
     const Entry& entry = work.entry;
     const Scores score = Scores::of(p, entry, work.head);
     const int32 head_kv = work.head / (p.heads_q / p.heads_kv);
     const Matrix gQ = query_matrix(p.q, entry, work.head, p.head_dim);
-    const Matrix gK = key_matrix(p.k, entry, head_kv, p.head_dim);
-    const Matrix gV = key_matrix(p.v, entry, head_kv, p.head_dim_v);
+    Matrix gK = key_matrix(p.k, entry, head_kv, p.head_dim);
+    Matrix gV = key_matrix(p.v, entry, head_kv, p.head_dim_v);
     const int32 first_query = work.tile * plan::kTileQ;
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp;
     const int32 query = first_query + warp_row;
     const TileRange keys = score.band.key_tiles(first_query, plan::kTileQ, plan::kTileKv);
+    const TileRange plain = score.plain_key_tiles(first_query, plan::kTileQ, plan::kTileKv);
     const float factor = kScored ? softmax::kLog2e : score.unit() * softmax::kLog2e;
-    const float headroom = softmax::kHeadroom / factor;
 
-    LazyRow rows[kRows];
-    Scores::Row randoms[kRows];
+    State state;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        rows[r] = LazyRow::empty();
+        state.rows[r] = LazyRow::empty();
         if constexpr (plan::kSinks) {
             if (p.sinks.data && !entry.slack) {
                 const float sink = hw::load(head_value(p.sinks, 0, work.head));
-                rows[r] = LazyRow::with_sink(sink, factor, fragment::lane() % 4 == 0);
+                state.rows[r] = LazyRow::with_sink(sink, factor, fragment::lane() % 4 == 0);
             }
         }
-        randoms[r] =
+        state.randoms[r] =
             score.row(query + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2));
     }
-    bool large = kScored;  // until the first tile tells: a sink may be large
-    float out[kSlabs][kCols8][4];
-    fragment::clear(out);
+    state.large = kScored;  // until the first tile tells: a sink may be large
+    fragment::clear(state.out);
 
+    auto copy_next = [&](int slot) {
+        fragment::copy<plan::kThreads>(smem.k[slot], gK, 0);
+        fragment::copy<plan::kThreads>(smem.v[slot], gV, 0);
+        gK.skip(plan::kTileKv);
+        gV.skip(plan::kTileKv);
+    };
     if (keys.first < keys.last) {
+        gK.skip(keys.first * plan::kTileKv);
+        gV.skip(keys.first * plan::kTileKv);
         fragment::copy<plan::kThreads>(smem.q, gQ, first_query);
-        fragment::copy<plan::kThreads>(smem.k, gK, keys.first * plan::kTileKv);
+        copy_next(0);
     }
     hw::cp_async_commit();
-    for (int32 tile = keys.first; tile < keys.last; ++tile) {
-        const int32 key = tile * plan::kTileKv;
-        const bool block_hides = score.hides(first_query, plan::kTileQ, key, plan::kTileKv);
-        const bool hides =
-            block_hides && score.hides(query, kRowsOfWarp, key, plan::kTileKv);
+    if (!kScored && score.scale < 0.0f) {  // scores are in units of |scale|
         hw::cp_async_wait<0>();
         __syncthreads();
-        fragment::copy<plan::kThreads>(smem.v, gV, key);
-        hw::cp_async_commit();
-
-        float s[kSlabs][kKeys8][4];
-        fragment::clear(s);
-        fragment::add_a_bt(s, smem.q, warp_row, smem.k);
-
-        hw::cp_async_wait<0>();
-        __syncthreads();
-        if (tile + 1 < keys.last) fragment::copy<plan::kThreads>(smem.k, gK, key + plan::kTileKv);
-        hw::cp_async_commit();
-        const bool careful =
-            block_hides && __syncthreads_or(fragment::has_special<plan::kThreads>(smem.v)) != 0;
-
-        finish_scores(s, score, query, key, hides);
-        large = raise(rows, out, s, factor, headroom, large);
-        if (large) {
-            exponentials<true>(s, rows, score, randoms, key, factor);
-        } else {
-            exponentials<false>(s, rows, score, randoms, key, factor);
-        }
-        if (careful) {
-            uint64 seen[kSlabs];
-            look(seen, score, query, key);
-            fragment::add_special(out, seen, smem.v);
-            __syncthreads();
-            fragment::clear_special<plan::kThreads>(smem.v);
-            __syncthreads();
-        }
-        fragment::add_x_b(out, s, smem.v);
+        fragment::negate<plan::kThreads>(smem.q);
     }
-    write_results(p, work, score, query, rows, out);
+    int slot = 0;
+    for (int32 tile = keys.first; tile < keys.last; ++tile, slot ^= 1) {
+        hw::cp_async_wait<0>();
+        __syncthreads();
+        if (tile + 1 < keys.last) copy_next(slot ^ 1);
+        hw::cp_async_commit();
+        const int32 key = tile * plan::kTileKv;
+        const bool hides = tile < plain.first || tile >= plain.last;
+        auto& k = smem.k[slot];
+        auto& v = smem.v[slot];
+        if (!hides && !state.large) {
+            turn<true>(state, smem.q, k, v, score, warp_row, query, key, factor, false);
+        } else {
+            turn<false>(state, smem.q, k, v, score, warp_row, query, key, factor, hides);
+        }
+    }
+    write_results(p, work, score, query, state.rows, state.out);
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)

@@ -9,11 +9,12 @@
 
 namespace hw {
 
-// Loads N matrices. PTX ISA, ldmatrix, sm_75; a full warp.
+// Loads N matrices, from `offset` bytes behind `row`: a constant offset becomes a part of the
+// instruction. PTX ISA, ldmatrix, sm_75; a full warp.
 template <bool Trans = false, int N>
-__device__ __forceinline__ void ldmatrix(unsigned int (&r)[N], const void* row) {
+__device__ __forceinline__ void ldmatrix(unsigned int (&r)[N], const void* row, int offset = 0) {
     static_assert(N == 1 || N == 2 || N == 4, "ldmatrix loads 1, 2 or 4 matrices");
-    const unsigned int from = shared_address(row);
+    const unsigned int from = shared_address(row) + offset;
     // clang-format off
 #define HW_LDMATRIX(number, registers, ...)                                                  \
     if constexpr (Trans) {                                                                   \

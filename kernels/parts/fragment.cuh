@@ -23,6 +23,11 @@ struct Tile {
     static constexpr int kPitch = kCols + 8;
 
     Element at[kRows][kPitch];
+
+    // How many bytes row `row`, column `col` lies behind the first element.
+    __host__ __device__ static constexpr int offset(int row, int col) {
+        return (row * kPitch + col) * static_cast<int>(sizeof(Element));
+    }
 };
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -33,23 +38,35 @@ __device__ __forceinline__ int col_of(int i) { return lane() % 4 * 2 + i % 2; }
 
 // --- From global to shared memory ----------------------------------------------------------------
 
-// Copies kBytes at once, by cp.async. A thread stays in its column, and goes down so many rows that
-// the block's threads, but for a few that are idle, make whole rows.
+// The largest divisor of n that is at most 8.
+__host__ __device__ constexpr int divisor_to_8(int n) {
+    int d = 8;
+    while (n % d != 0) --d;
+    return d;
+}
+
+// Copies kBytes at once, by cp.async. Up to 8 neighbouring threads share a row; each copies every
+// so-manieth piece of it, at constant distances, and goes down to the next row of its own.
 template <int kBytes, int kThreads, int kRows, int kCols>
 __device__ __forceinline__ void copy_pieces(Tile<kRows, kCols>& tile, const Matrix& m, int32 first) {
     constexpr int kElements = kBytes / static_cast<int>(sizeof(Element));
     constexpr int kPieces = kCols / kElements;  // of a row
-    constexpr int kStep = kThreads / kPieces;
+    constexpr int kSharers = divisor_to_8(kPieces);
+    constexpr int kStep = kThreads / kSharers;  // rows that all threads make at once
     const int thread = static_cast<int>(threadIdx.x);
-    const int row = thread / kPieces, col = thread % kPieces * kElements;
-    if (kThreads % kPieces != 0 && row >= kStep) return;
+    const int row = thread / kSharers, col = thread % kSharers * kElements;
+    if (kThreads % kSharers != 0 && row >= kStep) return;
     const Element* from = m.data + (first + row) * m.stride_row + col;
     const int64 step = kStep * m.stride_row;
-    const int rows = col < m.cols ? m.rows - first : 0;
-#pragma unroll 4
+    const int rows = m.rows - first;
+#pragma unroll
     for (int i = 0; i < kRows; i += kStep, from += step) {
         if (kRows % kStep != 0 && i + row >= kRows) break;
-        hw::cp_async<kBytes>(&tile.at[i + row][col], from, i + row < rows);
+        const int cols = i + row < rows ? m.cols - col : 0;
+#pragma unroll
+        for (int c = 0; c < kCols; c += kSharers * kElements) {
+            hw::cp_async<kBytes>(&tile.at[i + row][col + c], from + c, c < cols);
+        }
     }
 }
 
@@ -105,33 +122,42 @@ __device__ __forceinline__ bool has_special(const Tile<kRows, kCols>& tile) {
 
 // --- Operands ------------------------------------------------------------------------------------
 
-// Rows [row, row + 16), columns [col, col + 16) of a tile as the left operand.
+// All operands are blocks of 16 rows and columns of a tile. A lane reads all blocks of a tile from one
+// place, at constant distances: Tile::offset(row, col). In which order the four quarters of a block
+// come is where lanes point to, since mma.sync wants neighbouring registers: down the columns for
+// left() and right(), along the rows for their transposes.
 template <int kRows, int kCols>
-__device__ __forceinline__ void left(uint32 (&a)[4], const Tile<kRows, kCols>& t, int row, int col) {
-    hw::ldmatrix(a, &t.at[row + lane() % 16][col + lane() / 16 * 8]);
+__device__ __forceinline__ const Element* place_down(const Tile<kRows, kCols>& t, int row = 0) {
+    return &t.at[row + lane() % 16][lane() / 16 * 8];
+}
+template <int kRows, int kCols>
+__device__ __forceinline__ const Element* place_along(const Tile<kRows, kCols>& t, int row = 0) {
+    return &t.at[row + lane() / 16 * 8 + lane() % 8][lane() / 8 % 2 * 8];
 }
 
-// The transpose of rows [row, row + 16), columns [col, col + 16) as two right operands: b[0] for
-// rows [row, row + 8), b[1] for the others.
-template <int kRows, int kCols>
-__device__ __forceinline__ void right_transposed(uint32 (&b)[2][2],
-                                                 const Tile<kRows, kCols>& t,
-                                                 int row,
-                                                 int col) {
+// A block as a left operand.
+__device__ __forceinline__ void left(uint32 (&a)[4], const Element* down, int offset) {
+    hw::ldmatrix(a, down, offset);
+}
+
+// The transpose of a block as a left operand.
+__device__ __forceinline__ void left_transposed(uint32 (&a)[4], const Element* along, int offset) {
+    hw::ldmatrix<true>(a, along, offset);
+}
+
+// A block as two right operands: b[0] is its first 8 columns, b[1] the others.
+__device__ __forceinline__ void right(uint32 (&b)[2][2], const Element* down, int offset) {
     uint32 r[4];
-    hw::ldmatrix(r, &t.at[row + lane() / 16 * 8 + lane() % 8][col + lane() / 8 % 2 * 8]);
+    hw::ldmatrix<true>(r, down, offset);
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
 
-// Rows [row, row + 16), columns [col, col + 16) as two right operands: b[0] for columns
-// [col, col + 8), b[1] for the others.
-template <int kRows, int kCols>
-__device__ __forceinline__ void right(uint32 (&b)[2][2],
-                                      const Tile<kRows, kCols>& t,
-                                      int row,
-                                      int col) {
+// The transpose of a block as two right operands: b[0] is its first 8 rows, b[1] the others.
+__device__ __forceinline__ void right_transposed(uint32 (&b)[2][2],
+                                                 const Element* along,
+                                                 int offset) {
     uint32 r[4];
-    hw::ldmatrix<true>(r, &t.at[row + lane() % 16][col + lane() / 16 * 8]);
+    hw::ldmatrix(r, along, offset);
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
 
@@ -162,15 +188,17 @@ __device__ __forceinline__ void add_a_bt(float (&sums)[kSlabs][kColumns8][4],
                                          int row,
                                          const Tile<kRowsB, kCols>& b) {
     static_assert(kRowsB == 8 * kColumns8, "a column of sums for each row of b");
+    const Element* const from_a = place_down(a, row);
+    const Element* const from_b = place_along(b);
 #pragma unroll
     for (int k = 0; k < kCols; k += 16) {
         uint32 left_operand[kSlabs][4];
 #pragma unroll
-        for (int s = 0; s < kSlabs; ++s) left(left_operand[s], a, row + kSlab * s, k);
+        for (int s = 0; s < kSlabs; ++s) left(left_operand[s], from_a, a.offset(kSlab * s, k));
 #pragma unroll
         for (int n = 0; n < kColumns8; n += 2) {
             uint32 right_operand[2][2];
-            right_transposed(right_operand, b, 8 * n, k);
+            right_transposed(right_operand, from_b, b.offset(8 * n, k));
 #pragma unroll
             for (int s = 0; s < kSlabs; ++s) {
                 hw::mma_m16n8k16<Element>(sums[s][n], left_operand[s], right_operand[0]);
@@ -186,6 +214,7 @@ __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
                                         const float (&x)[kSlabs][kRows8][4],
                                         const Tile<kRowsB, kCols>& b) {
     static_assert(kRowsB == 8 * kRows8 && kCols == 8 * kColumns8, "a product of tiles");
+    const Element* const from_b = place_down(b);
 #pragma unroll
     for (int j = 0; j < kRows8 / 2; ++j) {
         uint32 left_operand[kSlabs][4];
@@ -194,7 +223,7 @@ __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
 #pragma unroll
         for (int n = 0; n < kColumns8; n += 2) {
             uint32 right_operand[2][2];
-            right(right_operand, b, 16 * j, 8 * n);
+            right(right_operand, from_b, b.offset(16 * j, 8 * n));
 #pragma unroll
             for (int s = 0; s < kSlabs; ++s) {
                 hw::mma_m16n8k16<Element>(sums[s][n], left_operand[s], right_operand[0]);
@@ -220,6 +249,7 @@ __device__ __forceinline__ void add_special(float (&sums)[kSlabs][kColumns8][4],
     constexpr uint32 kOne = hw::kIsBfloat16<Element> ? 0x3f80u : 0x3c00u;
     constexpr uint32 kFractions = hw::kIsBfloat16<Element> ? 0x007f007fu : 0x03ff03ffu;
     constexpr uint32 kOnes = kOne << 16 | kOne;
+    const Element* const from_b = place_down(b);
 #pragma unroll
     for (int pair = 0; pair < kSlabs * kColumns8 / 2; ++pair) {
         const int s = pair % kSlabs, n = pair / kSlabs * 2;
@@ -233,7 +263,7 @@ __device__ __forceinline__ void add_special(float (&sums)[kSlabs][kColumns8][4],
                 const uint32 two = bits >> (2 * i);
                 sees[i] = (two & 1 ? kOne : 0u) | (two & 2 ? kOne << 16 : 0u);
             }
-            right(words, b, 16 * j, 8 * n);
+            right(words, from_b, b.offset(16 * j, 8 * n));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint32 up[2], down[2];
@@ -255,6 +285,16 @@ __device__ __forceinline__ void add_special(float (&sums)[kSlabs][kColumns8][4],
             if (rises[i / 4][i % 4] > 0.0f) sum += __int_as_float(0x7f800000);
             if (falls[i / 4][i % 4] > 0.0f) sum -= __int_as_float(0x7f800000);
         }
+    }
+}
+
+// Changes the sign of the calling thread's share of a tile.
+template <int kThreads, int kRows, int kCols>
+__device__ __forceinline__ void negate(Tile<kRows, kCols>& tile) {
+#pragma unroll 1
+    for (int index = static_cast<int>(threadIdx.x); index < kRows * kCols / 2; index += kThreads) {
+        const int row = index / (kCols / 2), col = index % (kCols / 2) * 2;
+        *reinterpret_cast<uint32*>(&tile.at[row][col]) ^= 0x80008000u;
     }
 }
 

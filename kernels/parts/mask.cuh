@@ -46,6 +46,16 @@ struct Band {
                key + keys - 1 - query <= last_diagonal;
     }
 
+    // The tiles of `tile` keys that queries [query, query + queries) see all of.
+    __device__ __forceinline__ TileRange full_key_tiles(int32 query,
+                                                        int32 queries,
+                                                        int32 tile) const {
+        if (query + queries > seqlen_q) return {0, 0};
+        const int32 first = max(query + queries - 1 + first_diagonal, 0);
+        const int32 end = min(query + last_diagonal + 1, seqlen_kv);
+        return {ceil_div(first, tile), max(end, 0) / tile};
+    }
+
     // The tiles of `tile` keys that queries [query, query + queries) see anything of.
     __device__ __forceinline__ TileRange key_tiles(int32 query, int32 queries, int32 tile) const {
         const int32 last_query = min(query + queries, seqlen_q) - 1;

@@ -15,6 +15,12 @@ struct Matrix {
     int32 rows, cols;
     bool vectors;   // groups of kGroup elements of a row can be moved at once
     int32 aligned;  // bytes of a contiguous row that can be moved at once, or 0
+
+    // Without the first `count` rows.
+    __device__ __forceinline__ void skip(int32 count) {
+        data += count * stride_row;
+        rows -= count;
+    }
 };
 __device__ __forceinline__ Matrix
 matrix(const Tensor& t, int64 batch, int32 head, int32 first, int32 rows, int32 cols) {

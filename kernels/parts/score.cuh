@@ -112,10 +112,15 @@ struct Scores {
 
     // May pairs of this tile be hidden? If not, no pair need be asked about.
     __device__ __forceinline__ bool hides(int32 query, int32 queries, int32 key, int32 keys) const {
-        bool pairs = false;
-        if constexpr (plan::kBias) pairs = bias.data;
-        if constexpr (plan::kMask) pairs = pairs || mask.data;
-        return pairs || !band.full(query, queries, key, keys);
+        return hides_pairs() || !band.full(query, queries, key, keys);
+    }
+
+    // The tiles of `tile` keys in which nothing is hidden from queries [query, query + queries).
+    __device__ __forceinline__ TileRange plain_key_tiles(int32 query,
+                                                         int32 queries,
+                                                         int32 tile) const {
+        if (hides_pairs()) return {0, 0};
+        return band.full_key_tiles(query, queries, tile);
     }
 
     __device__ __forceinline__ bool visible(int32 query, int32 key) const {
@@ -180,6 +185,14 @@ struct Scores {
     }
 
   private:
+    // May a pair of any tile be hidden, wherever it lies?
+    __device__ __forceinline__ bool hides_pairs() const {
+        bool pairs = false;
+        if constexpr (plan::kBias) pairs = bias.data;
+        if constexpr (plan::kMask) pairs = pairs || mask.data;
+        return pairs;
+    }
+
     // Of a pair inside the band.
     __device__ __forceinline__ Accum bias_at(int32 query, int32 key) const {
         if (!bias.data) return Accum(0);

@@ -7,8 +7,9 @@
 namespace hw {
 
 template <bool Trans = false, int N>
-inline void ldmatrix(unsigned int (&r)[N], const void* row, HOST_PLACE) {
+inline void ldmatrix(unsigned int (&r)[N], const void* row, int offset = 0, HOST_PLACE) {
     static_assert(N == 1 || N == 2 || N == 4, "ldmatrix loads 1, 2 or 4 matrices");
+    row = static_cast<const char*>(row) + offset;
     host::self().executor->ldmatrix({"ldmatrix", file, line}, r, row, N, Trans);
 }
 
