@@ -30,18 +30,20 @@ class _Tile(NamedTuple):
 
 # Where several rows serve a head size, the first that fits the shared memory is taken.
 _FORWARD = (
-    _Tile(64, 128, 48, 4, 3, options=(0, 0)),
-    _Tile(64, 128, 64, 4, 2, options=(0, 1)),
+    _Tile(32, 128, 64, 4, 2, options=(0, 1)),
+    _Tile(32, 64, 64, 4, 2),
+    _Tile(64, 128, 32, 4, 3, options=(0, 0)),
+    _Tile(64, 128, 64, 4, 2, options=(1, 1)),
     _Tile(64, 64, 64, 4, 2),
     _Tile(96, 128, 64, 4, 2, options=(0, 0)),
     _Tile(96, 64, 64, 4, 2),
-    _Tile(128, 128, 64, 4, 2, options=(0, 0)),
+    _Tile(128, 128, 48, 4, 2, options=(0, 0)),
     _Tile(128, 64, 64, 4, 2),
-    _Tile(192, 128, 64, 8, 1, options=(0, 1)),
-    _Tile(192, 64, 64, 4, 1),
+    _Tile(192, 128, 48, 8, 1, options=(0, 1)),
+    _Tile(192, 64, 48, 4, 1),
     _Tile(192, 64, 32, 4, 1),
-    _Tile(256, 128, 64, 8, 1, options=(0, 1)),
-    _Tile(256, 64, 64, 4, 1, options=(0, 1)),
+    _Tile(256, 128, 48, 8, 1, options=(0, 1)),
+    _Tile(256, 64, 48, 4, 1, options=(0, 1)),
     _Tile(256, 64, 32, 4, 1),
     _Tile(256, 64, 16, 4, 1),
 )
