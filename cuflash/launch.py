@@ -107,7 +107,8 @@ def _recipe(
     names = Operands._fields
     given = {name: Form(*x) for name, x in zip(names, forms, strict=True) if x is not None}
     group = problem.dtype.group
-    aligned = min(row_alignment(given[name], layout, group) for name in ("q", "k", "v"))
+    copied = ("q", "k", "v") if direction == "forward" else ("q", "k", "v", "dout")
+    aligned = min(row_alignment(given[name], layout, group) for name in copied)
     traits = problem.traits._replace(aligned=aligned)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
     offsets, size = _scratch([plan for plan, _ in steps], problem)
@@ -159,7 +160,7 @@ def _run(
         *(i.q, i.k, i.v, get("out", i.out), i.dout),
         *(get("dq"), get("dk"), get("dv"), get("lse", i.lse), i.dlse, None),
         *(i.bias, get("dbias"), i.mask, i.slopes, i.sinks, get("dsinks")),
-        *(cu_q, cu_kv, None, i.seed),
+        *(cu_q, cu_kv, None, None, None, None, i.seed),
     )
     kind = problem._replace(seed=0) if problem.seed else problem
     forms = [None if x is None else x.form for x in views]

@@ -44,6 +44,9 @@ class Operands(NamedTuple):
     cu_seqlens_q: View | Form | None = None
     cu_seqlens_kv: View | Form | None = None
     dbias_parts: int = 0
+    row_stats: int = 0
+    dq_sums: int = 0
+    dq_turns: int = 0
     seed: View | Form | None = None
 
 
@@ -85,9 +88,9 @@ def pack(buffer: Any, problem: Problem, layout: Layout, operands: Operands) -> N
     )
 
 
-# Eight Tensor, three RowTensor, three PairTensor, three HeadTensor, two Offsets, dbias_parts,
-# seed_at, seed, then the scalars.
-_OPTIONS = 3 * "Q4q4iq" + 3 * "Q2q" + 2 * "Q2q" + "QQQ"
+# Eight Tensor, three RowTensor, three PairTensor, three HeadTensor, two Offsets, four addresses in
+# workspace, seed_at, seed, then the scalars.
+_OPTIONS = 3 * "Q4q4iq" + 3 * "Q2q" + 2 * "Q2q" + "QQQQQQ"
 _ARRAYS, _SCALARS = 8 * "Q5q" + 3 * "Q3q", "3dqI11i"
 _PARAMS = struct.Struct(f"={_ARRAYS}{_OPTIONS}{_SCALARS}")
 #: The same for a call without options, where that part is zero.
@@ -97,7 +100,7 @@ assert _PARAMS.size == _PLAIN.size == PARAMS_BYTES
 
 def _addresses() -> dict[str, int]:
     words, place = {}, 0
-    kinds = 8 * ("Q5q",) + 3 * ("Q3q",) + 3 * ("Q4q4iq",) + 3 * ("Q2q",) + 2 * ("Q2q",) + ("Q", "Q")
+    kinds = 8 * ("Q5q",) + 3 * ("Q3q",) + 3 * ("Q4q4iq",) + 3 * ("Q2q",) + 2 * ("Q2q",) + 5 * ("Q",)
     for name, kind in zip(Operands._fields, kinds, strict=True):
         words[name] = place // 8
         place += struct.calcsize("=" + kind)
@@ -157,7 +160,8 @@ def _options(p: Problem, x: Operands) -> list[int]:
         else:
             size = offsets.itemsize
             fields += (offsets.address, offsets.strides[0] // size, size == 8)
-    fields += (x.dbias_parts, 0 if x.seed is None else x.seed.address, p.seed)
+    fields += (x.dbias_parts, x.row_stats, x.dq_sums, x.dq_turns)
+    fields += (0 if x.seed is None else x.seed.address, p.seed)
     return fields
 
 

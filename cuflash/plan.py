@@ -20,8 +20,11 @@ from .problem import Problem
 
 __all__ = [
     "BackwardDbiasSimt",
+    "BackwardDqMma",
     "BackwardDkdvSimt",
     "BackwardDqSimt",
+    "BackwardMma",
+    "BackwardRowsMma",
     "Delta",
     "Dsinks",
     "ForwardMma",
@@ -35,7 +38,7 @@ __all__ = [
 ]
 
 #: sizeof(Params) in kernels/attention/params.cuh; params.py packs so many bytes.
-PARAMS_BYTES = 896
+PARAMS_BYTES = 920
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,88 @@ class ForwardMma(KernelPlan):
 
     def parts(self, problem: Problem) -> int:
         return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
+
+
+@dataclass(frozen=True)
+class _BackwardMma(KernelPlan):
+    """What the three kernels of the mma family's backward agree on."""
+
+    family = "mma"
+
+    tile_q: int
+    tile_kv: int
+    dim: int  # head_dim, padded to a multiple of 16
+    splits: int  # of the columns of dq, dk and dv, by different blocks
+
+    def _query_tiles(self, problem: Problem) -> int:
+        return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
+
+
+@dataclass(frozen=True)
+class BackwardRowsMma(_BackwardMma):
+    """``backward_rows_mma.cu``: a block has a tile of queries."""
+
+    kernel = "backward_rows_mma"
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+    def parts(self, problem: Problem) -> int:
+        return self._query_tiles(problem)
+
+    def scratch(self, problem: Problem) -> dict[str, int]:
+        tiles = self._query_tiles(problem)
+        return {"row_stats": tiles * self.tile_q * 8, "dq_turns": tiles * self.splits * 4}
+
+
+@dataclass(frozen=True)
+class BackwardMma(_BackwardMma):
+    """``backward_mma.cu``."""
+
+    kernel = "backward_mma"
+    results = ("dq", "dk", "dv")
+    waits_for_blocks = True
+
+    warps: int
+    dq_warps: int  # of them one below the other in the product that makes dq
+    slots: int  # of tiles of q and dout: 2, or 1 to save shared memory
+    dim_v: int  # as dim, of head_dim_v
+    blocks_per_sm: int  # what the compiler keeps registers free for
+    aligned: int  # as in ForwardMma, of q, k, v and dout
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """K and V, the slots of Q and dout, dscores, and two numbers a row."""
+        cols = self.dim + self.dim_v + 16  # rows of tiles are padded by 8 elements
+        elements = (self.tile_kv + self.slots * self.tile_q) * cols
+        elements += self.tile_kv * (self.tile_q + 8)
+        return elements * DTYPES[self.dtype].itemsize + self.slots * self.tile_q * 8
+
+    def parts(self, problem: Problem) -> int:
+        return self.splits * _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)
+
+    def scratch(self, problem: Problem) -> dict[str, int]:
+        return {"dq_sums": self._query_tiles(problem) * self.tile_q * self.dim * 4}
+
+
+@dataclass(frozen=True)
+class BackwardDqMma(_BackwardMma):
+    """``backward_dq_mma.cu``: a block has a tile of queries."""
+
+    kernel = "backward_dq_mma"
+    results = ("dq",)
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+    def parts(self, problem: Problem) -> int:
+        return self._query_tiles(problem)
 
 
 @dataclass(frozen=True)

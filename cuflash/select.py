@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose a plan: the loop over the families, written once.
 
-A family is an object with ``rejects``, ``forward`` and ``backward`` (see ``arch/``). For each
-kernel of a direction it offers candidates, best first; the first that fits the device's shared
-memory is taken. Families are asked in order of speed, and the first that can serve does.
+A family is an object with ``rejects``, ``forward`` and ``backward`` (see ``arch/``). For each step
+of a direction, a kernel or several that agree, it offers candidates, best first; the first that fits
+the device's shared memory is taken. Families are asked in order of speed, and the first that can
+serve does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal
 from .arch.mma import Mma
 from .arch.simt import Simt
 from .device import Device
-from .plan import KernelPlan, Plan
+from .plan import Plan
 from .problem import Traits
 
 __all__ = ["FAMILIES", "choose"]
@@ -32,11 +33,12 @@ def choose(direction: Literal["forward", "backward"], traits: Traits, device: De
         if reason is None:
             plan = [_first_fit(offers, device) for offers in getattr(family, direction)(traits)]
             if None not in plan:
-                return tuple(kernel for kernel in plan if kernel is not None)
+                return tuple(kernel for kernels in plan if kernels for kernel in kernels)
             reason = f"no tile fits {device.smem_per_block} bytes of shared memory"
         reasons.append(f"{family.name}: {reason}")
     raise RuntimeError(f"no kernel for {traits} on {device.name} ({'; '.join(reasons)})")
 
 
-def _first_fit(offers: Sequence[KernelPlan], device: Device) -> KernelPlan | None:
-    return next((plan for plan in offers if plan.smem_bytes <= device.smem_per_block), None)
+def _first_fit(offers: Sequence[Plan], device: Device) -> Plan | None:
+    fits = (all(kernel.smem_bytes <= device.smem_per_block for kernel in plan) for plan in offers)
+    return next((plan for plan, fit in zip(offers, fits, strict=True) if fit), None)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..plan import ForwardMma, KernelPlan
+from ..plan import BackwardDqMma, BackwardMma, BackwardRowsMma, Delta, ForwardMma, Plan
 from ..problem import FEATURES, Traits
+from . import simt
 
 __all__ = ["Mma"]
 
@@ -48,6 +49,31 @@ _FORWARD = (
     _Tile(256, 64, 16, 4, 1),
 )
 
+
+class _BackwardTile(NamedTuple):
+    """The same for the backward."""
+
+    head_dim: int
+    tile_q: int
+    tile_kv: int
+    warps: int
+    dq_warps: int
+    slots: int
+    splits: int
+    blocks_per_sm: int
+    options: tuple[int, int] = (0, len(FEATURES))
+
+
+_BACKWARD = (
+    _BackwardTile(64, 32, 128, 4, 1, 2, 1, 2, options=(0, 0)),
+    _BackwardTile(64, 32, 64, 4, 1, 2, 1, 2),
+    _BackwardTile(128, 64, 128, 8, 2, 2, 1, 1, options=(0, 0)),
+    _BackwardTile(128, 32, 64, 4, 1, 1, 1, 1),
+    _BackwardTile(256, 64, 128, 8, 2, 1, 2, 1, options=(0, 0)),
+    _BackwardTile(256, 32, 64, 4, 1, 1, 2, 1),
+    _BackwardTile(256, 16, 32, 2, 1, 1, 2, 1),
+)
+
 #: Sets of options that kernels are compiled for, the quickest first. A call gets the first that has
 #: all of its options.
 FEATURE_SETS = (
@@ -67,8 +93,6 @@ class Mma:
 
     def rejects(self, direction: str, traits: Traits, device: Device) -> str | None:
         """Return why the family cannot serve a problem, or None."""
-        if direction != "forward":
-            return "it has no backward"
         if traits.dtype.itemsize != 2:
             return f"tensor cores take float16 and bfloat16, not {traits.dtype}"
         if max(traits.head_dim, traits.head_dim_v) > _MAX_HEAD_DIM:
@@ -77,22 +101,33 @@ class Mma:
             return "it needs compute capability 8.0"
         return None
 
-    def forward(self, traits: Traits) -> list[list[KernelPlan]]:
+    def forward(self, traits: Traits) -> list[list[Plan]]:
         """Return the candidates for the one kernel of the forward, best first."""
         options = compiled_for(traits.features)
         need = max(traits.head_dim, traits.head_dim_v)
         size = min(row.head_dim for row in _FORWARD if row.head_dim >= need)
         return [
             [
-                forward(traits, row, options)
+                (forward(traits, row, options),)
                 for row in _FORWARD
                 if row.head_dim == size and row.options[0] <= len(options) <= row.options[1]
             ]
         ]
 
-    def backward(self, traits: Traits) -> list[list[KernelPlan]]:
-        """Return nothing yet; `rejects` says so."""
-        raise NotImplementedError
+    def backward(self, traits: Traits) -> list[list[Plan]]:
+        """Return the candidates for each step of the backward, best first."""
+        options = compiled_for(traits.features)
+        need = max(traits.head_dim, traits.head_dim_v)
+        size = min(row.head_dim for row in _BACKWARD if row.head_dim >= need)
+        steps: list[list[Plan]] = [
+            [
+                backward(traits, row, options)
+                for row in _BACKWARD
+                if row.head_dim == size and row.options[0] <= len(options) <= row.options[1]
+            ]
+        ]
+        extra = simt.of_options(traits)
+        return [*steps, [(Delta(traits.dtype.name),)], *extra] if extra else steps
 
 
 def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
@@ -118,3 +153,28 @@ def forward(traits: Traits, tile: _Tile, options: frozenset[str] = frozenset()) 
         aligned=traits.aligned,
         **dict.fromkeys(options, True),
     )
+
+
+def backward(
+    traits: Traits, tile: _BackwardTile, options: frozenset[str] = frozenset()
+) -> Plan:
+    """Return the backward plans of a tile shape."""
+    shared = dict(
+        dtype=traits.dtype.name,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        dim=padded(traits.head_dim),
+        splits=tile.splits,
+    )
+    packed = "packed" in options
+    main = BackwardMma(
+        **shared,
+        warps=tile.warps,
+        dq_warps=tile.dq_warps,
+        slots=tile.slots,
+        dim_v=padded(traits.head_dim_v),
+        blocks_per_sm=tile.blocks_per_sm,
+        aligned=traits.aligned,
+        **dict.fromkeys(options, True),
+    )
+    return BackwardRowsMma(**shared, packed=packed), main, BackwardDqMma(**shared, packed=packed)

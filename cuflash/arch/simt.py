@@ -20,6 +20,7 @@ from ..plan import (
     Dsinks,
     ForwardSimt,
     KernelPlan,
+    Plan,
     SumParts,
 )
 from ..problem import FEATURES, Traits
@@ -147,24 +148,29 @@ class Simt:
         """Return why the family cannot serve a problem: never."""
         return None
 
-    def forward(self, traits: Traits) -> list[list[KernelPlan]]:
+    def forward(self, traits: Traits) -> list[list[Plan]]:
         """Return the candidates for the one kernel of the forward, best first."""
         return [_candidates(_FORWARD, forward, traits)]
 
-    def backward(self, traits: Traits) -> list[list[KernelPlan]]:
-        """Return the candidates for each kernel of the backward, best first."""
-        dtype = traits.dtype
+    def backward(self, traits: Traits) -> list[list[Plan]]:
+        """Return the candidates for each step of the backward, best first."""
         kernels = [
-            [Delta(dtype.name)],
+            [(Delta(traits.dtype.name),)],
             _candidates(_BACKWARD_DQ, backward_dq, traits),
             _candidates(_BACKWARD_DKDV, backward_dkdv, traits),
         ]
-        if "bias" in traits.features:
-            kernels += [_candidates(_BACKWARD_DBIAS, backward_dbias, traits)]
-            kernels += [[SumParts(dtype.name)]]
-        if "sinks" in traits.features:
-            kernels += [[Dsinks(dtype.name)]]
-        return kernels
+        return kernels + of_options(traits)
+
+
+def of_options(traits: Traits) -> list[list[Plan]]:
+    """Return the candidates for the kernels that options add to a backward; they need `Delta`."""
+    name = traits.dtype.name
+    kernels: list[list[Plan]] = []
+    if "bias" in traits.features:
+        kernels += [_candidates(_BACKWARD_DBIAS, backward_dbias, traits), [(SumParts(name),)]]
+    if "sinks" in traits.features:
+        kernels += [[(Dsinks(name),)]]
+    return kernels
 
 
 def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
@@ -174,14 +180,14 @@ def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
 
 def _candidates(
     table: dict[int, tuple[_Tile, ...]], make: Callable[..., KernelPlan], traits: Traits
-) -> list[KernelPlan]:
+) -> list[Plan]:
     """Return the plans of the rows for the smallest sufficient head size, in order."""
     rows = table[traits.dtype.accum.itemsize]
     need = max(traits.head_dim, traits.head_dim_v)
     size = min(row.head_dim for row in rows if row.head_dim >= need)
     options = compiled_for(traits.features)
     return [
-        make(traits.dtype, row, traits.head_dim, traits.head_dim_v, resident, options)
+        (make(traits.dtype, row, traits.head_dim, traits.head_dim_v, resident, options),)
         for row in rows
         if row.head_dim == size and row.options[0] <= len(options) <= row.options[1]
         for resident in (True, False)

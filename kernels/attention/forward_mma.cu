@@ -179,27 +179,15 @@ __device__ __forceinline__ void write_results(const Params& p,
         const float total = softmax::row_sum<4>(rows[r].sum);
         const float inverse = softmax::Row<float>::inverse(total) * score.kept_factor();
         const int32 row = query + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2);
-        if (row >= to.rows) continue;
-        if (p.lse.data && fragment::lane() % 4 == 0) {
+        if (p.lse.data && row < to.rows && fragment::lane() % 4 == 0) {
             const Vector lse = vector(p.lse, work.entry, work.head);
             hw::store(lse.at(row), rows[r].log_sum_exp(total, kScored ? 1.0f : score.unit()));
         }
-        Element* const at = to.data + row * to.stride_row;
 #pragma unroll
         for (int n = 0; n < kCols8; ++n) {
-            const int32 col = 8 * n + fragment::col_of(0);
-            const float x = out[r / 2][n][r % 2 * 2] * inverse;
-            const float y = out[r / 2][n][r % 2 * 2 + 1] * inverse;
-            if (to.aligned) {  // rows have whole words
-                if (col < to.cols) {
-                    hw::store(reinterpret_cast<uint32*>(at + col), hw::pack2<Element>(x, y));
-                }
-            } else {
-                if (col < to.cols) hw::store(at + col * to.stride_col, narrow<Element>(x));
-                if (col + 1 < to.cols) {
-                    hw::store(at + (col + 1) * to.stride_col, narrow<Element>(y));
-                }
-            }
+            const float(&x)[4] = out[r / 2][n];
+            fragment::write_two(to, x[r % 2 * 2] * inverse, x[r % 2 * 2 + 1] * inverse, row,
+                                8 * n + fragment::col_of(0));
         }
     }
 }
@@ -239,7 +227,7 @@ __device__ __forceinline__ void turn(State& state,
     if (!kPlain && hides && __syncthreads_or(fragment::has_special<plan::kThreads>(v))) {
         uint64 seen[kSlabs];
         look(seen, score, query, key);
-        fragment::add_special(state.out, seen, v);
+        fragment::add_special<1, kCols8 / 2>(state.out, seen, v, 0, 0);
         __syncthreads();
         fragment::clear_special<plan::kThreads>(v);
         __syncthreads();
@@ -278,15 +266,15 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     fragment::clear(state.out);
 
     auto copy_next = [&](int slot) {
-        fragment::copy<plan::kThreads>(smem.k[slot], gK, 0);
-        fragment::copy<plan::kThreads>(smem.v[slot], gV, 0);
+        fragment::copy<plan::kAligned, plan::kThreads>(smem.k[slot], gK, 0);
+        fragment::copy<plan::kAligned, plan::kThreads>(smem.v[slot], gV, 0);
         gK.skip(plan::kTileKv);
         gV.skip(plan::kTileKv);
     };
     if (keys.first < keys.last) {
         gK.skip(keys.first * plan::kTileKv);
         gV.skip(keys.first * plan::kTileKv);
-        fragment::copy<plan::kThreads>(smem.q, gQ, first_query);
+        fragment::copy<plan::kAligned, plan::kThreads>(smem.q, gQ, first_query);
         copy_next(0);
     }
     hw::cp_async_commit();

@@ -61,6 +61,9 @@ struct Params {
     HeadTensor dsinks;  // as sinks
     Offsets cu_seqlens_q, cu_seqlens_kv;
     void* dbias_parts;    // workspace: (dbias_splits, all of dbias) of Accum
+    void* row_stats;      // workspace of the mma family, by query_slot(): parts/gradient_mma.cuh
+    void* dq_sums;
+    void* dq_turns;
     const void* seed_at;  // one 64-bit integer; null: the seed is `seed`
     uint64 seed;
     double scale;    // scores are scale * <q, k>

@@ -88,13 +88,35 @@ __device__ __forceinline__ void copy_elements(Tile<kRows, kCols>& tile,
 
 // Starts to bring rows [first, first + kRows) of a head; what does not exist becomes zeros. They are
 // there for the thread that copied after cp_async_wait, for the others after a barrier behind it.
-template <int kThreads, int kRows, int kCols>
+//
+// kAligned: bytes of a row that can be moved at once, 16 or 8; 0 for any strides.
+template <int kAligned, int kThreads, int kRows, int kCols>
 __device__ __forceinline__ void copy(Tile<kRows, kCols>& tile, const Matrix& m, int32 first) {
-    if constexpr (plan::kAligned != 0) {
-        copy_pieces<plan::kAligned, kThreads>(tile, m, first);
+    if constexpr (kAligned != 0) {
+        copy_pieces<kAligned, kThreads>(tile, m, first);
     } else {
         copy_elements<kThreads>(tile, m, first);
     }
+}
+
+// Rounds and writes two neighbours of a row, the first in an even column, as far as the matrix has
+// them.
+__device__ __forceinline__ void write_two(
+    const Matrix& to, float x, float y, int32 row, int32 col) {
+    if (row >= to.rows) return;
+    Element* const at = to.data + row * to.stride_row;
+    if (to.aligned) {  // rows have whole words
+        if (col < to.cols) hw::store(reinterpret_cast<uint32*>(at + col), hw::pack2<Element>(x, y));
+    } else {
+        if (col < to.cols) hw::store(at + col * to.stride_col, narrow<Element>(x));
+        if (col + 1 < to.cols) hw::store(at + (col + 1) * to.stride_col, narrow<Element>(y));
+    }
+}
+
+// The same for a fragment, whose first row and column are given.
+__device__ __forceinline__ void write(const Matrix& to, const float (&x)[4], int32 row, int32 col) {
+    write_two(to, x[0], x[1], row + row_of(0), col + col_of(0));
+    write_two(to, x[2], x[3], row + row_of(2), col + col_of(0));
 }
 
 // Halves of a word that are not zero, as masks of 16 bits.
@@ -106,6 +128,12 @@ __device__ __forceinline__ uint32 halves(uint32 word) {
 __device__ __forceinline__ uint32 special(uint32 word) {
     constexpr uint32 kExponents = hw::kIsBfloat16<Element> ? 0x7f807f80u : 0x7c007c00u;
     return ~halves(~word & kExponents);
+}
+
+// Makes 0 of what is infinite or NaN.
+__device__ __forceinline__ void remove_special(uint32 (&operand)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) operand[i / 2][i % 2] &= ~special(operand[i / 2][i % 2]);
 }
 
 // Is any element of a tile, of those that the calling thread has a share of, infinite or NaN?
@@ -208,13 +236,15 @@ __device__ __forceinline__ void add_a_bt(float (&sums)[kSlabs][kColumns8][4],
     }
 }
 
-// sums[s] += x[s] b, with x rounded to elements.
-template <int kSlabs, int kColumns8, int kRows8, int kRowsB, int kCols>
+// sums[s] += x[s] b, with x rounded to elements, and of b the columns from `col` on. kFinite: with 0
+// for what is infinite or NaN in b.
+template <bool kFinite = false, int kSlabs, int kColumns8, int kRows8, int kRowsB, int kCols>
 __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
                                         const float (&x)[kSlabs][kRows8][4],
-                                        const Tile<kRowsB, kCols>& b) {
-    static_assert(kRowsB == 8 * kRows8 && kCols == 8 * kColumns8, "a product of tiles");
-    const Element* const from_b = place_down(b);
+                                        const Tile<kRowsB, kCols>& b,
+                                        int col = 0) {
+    static_assert(kRowsB == 8 * kRows8 && kCols >= 8 * kColumns8, "a product of tiles");
+    const Element* const from_b = place_down(b) + col;
 #pragma unroll
     for (int j = 0; j < kRows8 / 2; ++j) {
         uint32 left_operand[kSlabs][4];
@@ -224,11 +254,69 @@ __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
         for (int n = 0; n < kColumns8; n += 2) {
             uint32 right_operand[2][2];
             right(right_operand, from_b, b.offset(16 * j, 8 * n));
+            if (kFinite) remove_special(right_operand);
 #pragma unroll
             for (int s = 0; s < kSlabs; ++s) {
                 hw::mma_m16n8k16<Element>(sums[s][n], left_operand[s], right_operand[0]);
                 hw::mma_m16n8k16<Element>(sums[s][n + 1], left_operand[s], right_operand[1]);
             }
+        }
+    }
+}
+
+// sums[s] += a^T b, where row 0 of slab s is column `col_a` + 16 s of a. The sums are of the blocks of
+// 16 columns first, first + kStep .. of b, as far as there are kBlocks of them from `col_b` on.
+template <bool kFinite,
+          int kStep,
+          int kBlocks,
+          int kSlabs,
+          int kColumns8,
+          int kRows,
+          int kColsA,
+          int kCols>
+__device__ __forceinline__ void add_at_b(float (&sums)[kSlabs][kColumns8][4],
+                                         const Tile<kRows, kColsA>& a,
+                                         int col_a,
+                                         const Tile<kRows, kCols>& b,
+                                         int col_b,
+                                         int first) {
+    const Element* const from_a = place_along(a) + col_a;
+    const Element* const from_b = place_down(b) + col_b + 16 * first;
+#pragma unroll
+    for (int k = 0; k < kRows; k += 16) {
+        uint32 left_operand[kSlabs][4];
+#pragma unroll
+        for (int s = 0; s < kSlabs; ++s) {
+            left_transposed(left_operand[s], from_a, a.offset(k, kSlab * s));
+        }
+#pragma unroll
+        for (int n = 0; n < kColumns8; n += 2) {
+            if (kBlocks % kStep != 0 && first + n / 2 * kStep >= kBlocks) break;
+            uint32 right_operand[2][2];
+            right(right_operand, from_b, b.offset(k, 8 * n * kStep));
+            if (kFinite) remove_special(right_operand);
+#pragma unroll
+            for (int s = 0; s < kSlabs; ++s) {
+                hw::mma_m16n8k16<Element>(sums[s][n], left_operand[s], right_operand[0]);
+                hw::mma_m16n8k16<Element>(sums[s][n + 1], left_operand[s], right_operand[1]);
+            }
+        }
+    }
+}
+
+// Rounds fragments and puts them into rows [row, row + 16 kSlabs) of a tile.
+template <int kSlabs, int kColumns8, int kRows, int kCols>
+__device__ __forceinline__ void store_rounded(Tile<kRows, kCols>& to,
+                                              const float (&x)[kSlabs][kColumns8][4],
+                                              int row) {
+    static_assert(kCols == 8 * kColumns8, "whole rows");
+    uint32* const first = reinterpret_cast<uint32*>(&to.at[row + row_of(0)][col_of(0)]);
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) {
+#pragma unroll
+        for (int n = 0; n < kColumns8; ++n) {
+            first[to.offset(kSlab * s, 8 * n) / 4] = hw::pack2<Element>(x[s][n][0], x[s][n][1]);
+            first[to.offset(kSlab * s + 8, 8 * n) / 4] = hw::pack2<Element>(x[s][n][2], x[s][n][3]);
         }
     }
 }
@@ -241,18 +329,23 @@ __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
 // sums[s] += what is special in b in rows that are seen. Bit 4 n + i of seen[s] says so of element i
 // of fragment n of x. What rises and what falls is counted by products of ones; a NaN counts on both
 // sides, so that it comes out as inf - inf.
-template <int kSlabs, int kColumns8, int kRowsB, int kCols>
+//
+// Which columns the sums are of is said as for add_at_b.
+template <int kStep, int kBlocks, int kSlabs, int kColumns8, int kRowsB, int kCols>
 __device__ __forceinline__ void add_special(float (&sums)[kSlabs][kColumns8][4],
                                             const uint64 (&seen)[kSlabs],
-                                            const Tile<kRowsB, kCols>& b) {
+                                            const Tile<kRowsB, kCols>& b,
+                                            int col,
+                                            int first) {
     static_assert(kRowsB <= 128, "a bit of 64 for each element of a fragment");
     constexpr uint32 kOne = hw::kIsBfloat16<Element> ? 0x3f80u : 0x3c00u;
     constexpr uint32 kFractions = hw::kIsBfloat16<Element> ? 0x007f007fu : 0x03ff03ffu;
     constexpr uint32 kOnes = kOne << 16 | kOne;
-    const Element* const from_b = place_down(b);
+    const Element* const from_b = place_down(b) + col + 16 * first;
 #pragma unroll
     for (int pair = 0; pair < kSlabs * kColumns8 / 2; ++pair) {
         const int s = pair % kSlabs, n = pair / kSlabs * 2;
+        if (kBlocks % kStep != 0 && first + n / 2 * kStep >= kBlocks) break;
         float rises[2][4] = {}, falls[2][4] = {};
 #pragma unroll 1
         for (int j = 0; j < kRowsB / 16; ++j) {
@@ -263,7 +356,7 @@ __device__ __forceinline__ void add_special(float (&sums)[kSlabs][kColumns8][4],
                 const uint32 two = bits >> (2 * i);
                 sees[i] = (two & 1 ? kOne : 0u) | (two & 2 ? kOne << 16 : 0u);
             }
-            right(words, from_b, b.offset(16 * j, 8 * n));
+            right(words, from_b, b.offset(16 * j, 8 * n * kStep));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint32 up[2], down[2];

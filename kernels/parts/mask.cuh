@@ -63,6 +63,14 @@ struct Band {
                      tile);
     }
 
+    // The tiles of `tile` queries that see all of keys [key, key + keys).
+    __device__ __forceinline__ TileRange full_query_tiles(int32 key, int32 keys, int32 tile) const {
+        if (key + keys > seqlen_kv) return {0, 0};
+        const int32 first = max(key + keys - 1 - last_diagonal, 0);
+        const int32 end = min(key - first_diagonal + 1, seqlen_q);
+        return {ceil_div(first, tile), max(end, 0) / tile};
+    }
+
     // The tiles of `tile` queries that see anything of keys [key, key + keys).
     __device__ __forceinline__ TileRange query_tiles(int32 key, int32 keys, int32 tile) const {
         const int32 last_key = min(key + keys, seqlen_kv) - 1;

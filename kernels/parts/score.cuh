@@ -123,6 +123,12 @@ struct Scores {
         return band.full_key_tiles(query, queries, tile);
     }
 
+    // The tiles of `tile` queries from which nothing of keys [key, key + keys) is hidden.
+    __device__ __forceinline__ TileRange plain_query_tiles(int32 key, int32 keys, int32 tile) const {
+        if (hides_pairs()) return {0, 0};
+        return band.full_query_tiles(key, keys, tile);
+    }
+
     __device__ __forceinline__ bool visible(int32 query, int32 key) const {
         bool seen = band.visible(query, key);
         if constexpr (plan::kMask) seen = seen && unmasked(query, key);

@@ -142,3 +142,19 @@ __device__ __forceinline__ bool work_at(const Params& p, int64 index, Work& work
     if (Side::kLastFirst) work.tile = tiles - 1 - work.tile;
     return true;
 }
+
+// The place of a tile of queries of an entry among what workspace has of each: below work_parts(),
+// and different for each.
+template <int kTile>
+__device__ __forceinline__ int64 query_slot(const Params& p,
+                                            const Entry& entry,
+                                            int32 head,
+                                            int32 tile) {
+    if constexpr (plan::kPacked) {
+        if (p.cu_seqlens_q.at) {
+            const int64 slots = p.seqlen_q / kTile + p.batch + 2;
+            return head * slots + entry.first_q / kTile + entry.batch + 1 + tile;
+        }
+    }
+    return (entry.batch * p.heads_q + head) * ceil_div(p.seqlen_q, kTile) + tile;
+}
