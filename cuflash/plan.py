@@ -245,7 +245,8 @@ class BackwardMma(_BackwardMma):
     waits_for_blocks = True
 
     warps: int
-    dq_warps: int  # of them one below the other in the product that makes dq
+    query_warps: int  # of them side by side, along the queries of scores and the columns of dk, dv
+    dq_warps: int  # of them one below the other, along the queries of dq
     slots: int  # of tiles of q and dout: 2, or 1 to save shared memory
     dim_v: int  # as dim, of head_dim_v
     blocks_per_sm: int  # what the compiler keeps registers free for
@@ -260,8 +261,8 @@ class BackwardMma(_BackwardMma):
         """K and V, the slots of Q and dout, dscores, and two numbers a row."""
         cols = self.dim + self.dim_v + 16  # rows of tiles are padded by 8 elements
         elements = (self.tile_kv + self.slots * self.tile_q) * cols
-        elements += self.tile_kv * (self.tile_q + 8)
-        return elements * DTYPES[self.dtype].itemsize + self.slots * self.tile_q * 8
+        elements += (2 if self.query_warps > 1 else 1) * self.tile_kv * (self.tile_q + 8)
+        return elements * DTYPES[self.dtype].itemsize + self.slots * self.tile_q * 8 + 16
 
     def parts(self, problem: Problem) -> int:
         return self.splits * _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)

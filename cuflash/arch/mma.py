@@ -57,6 +57,7 @@ class _BackwardTile(NamedTuple):
     tile_q: int
     tile_kv: int
     warps: int
+    query_warps: int
     dq_warps: int
     slots: int
     splits: int
@@ -65,13 +66,13 @@ class _BackwardTile(NamedTuple):
 
 
 _BACKWARD = (
-    _BackwardTile(64, 32, 128, 4, 1, 2, 1, 2, options=(0, 0)),
-    _BackwardTile(64, 32, 64, 4, 1, 2, 1, 2),
-    _BackwardTile(128, 64, 128, 8, 2, 2, 1, 1, options=(0, 0)),
-    _BackwardTile(128, 32, 64, 4, 1, 1, 1, 1),
-    _BackwardTile(256, 64, 128, 8, 2, 1, 2, 1, options=(0, 0)),
-    _BackwardTile(256, 32, 64, 4, 1, 1, 2, 1),
-    _BackwardTile(256, 16, 32, 2, 1, 1, 2, 1),
+    _BackwardTile(64, 64, 64, 4, 1, 2, 2, 1, 2, options=(0, 0)),
+    _BackwardTile(64, 32, 64, 4, 1, 1, 2, 1, 2),
+    _BackwardTile(128, 64, 128, 8, 2, 4, 2, 1, 1, options=(0, 0)),
+    _BackwardTile(128, 32, 64, 4, 1, 1, 1, 1, 1),
+    _BackwardTile(256, 64, 128, 8, 2, 4, 1, 2, 1, options=(0, 0)),
+    _BackwardTile(256, 32, 64, 4, 1, 1, 1, 2, 1),
+    _BackwardTile(256, 16, 32, 2, 1, 1, 1, 2, 1),
 )
 
 #: Sets of options that kernels are compiled for, the quickest first. A call gets the first that has
@@ -170,6 +171,7 @@ def backward(
     main = BackwardMma(
         **shared,
         warps=tile.warps,
+        query_warps=tile.query_warps,
         dq_warps=tile.dq_warps,
         slots=tile.slots,
         dim_v=padded(traits.head_dim_v),

@@ -21,6 +21,7 @@
 #include "parts/fragment.cuh"
 #include "parts/score.cuh"
 #include "parts/softmax_lazy.cuh"
+#include "parts/special.cuh"
 #include "parts/work.cuh"
 
 constexpr int kSlabs = plan::kTileQ / (fragment::kSlab * plan::kWarps);
@@ -224,13 +225,14 @@ __device__ __forceinline__ void turn(State& state,
         if (grows) state.large = raise(state.rows, state.out, s, factor);
         exponentials<true>(s, state.rows, score, state.randoms, key, factor);
     }
-    if (!kPlain && hides && __syncthreads_or(fragment::has_special<plan::kThreads>(v))) {
+    if (!kPlain && hides && special::any<plan::kThreads>(v)) {
         uint64 seen[kSlabs];
         look(seen, score, query, key);
-        fragment::add_special<1, kCols8 / 2>(state.out, seen, v, 0, 0);
+        special::add(state.out, v, [&](int slab, int i, int k) {
+            return seen[slab] >> (4 * (k / 8) + i + k % 2) & 1;
+        });
         __syncthreads();
-        fragment::clear_special<plan::kThreads>(v);
-        __syncthreads();
+        special::clear<plan::kThreads>(v);
     }
     fragment::add_x_b(state.out, s, v);
 }

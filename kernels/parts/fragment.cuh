@@ -119,6 +119,8 @@ __device__ __forceinline__ void write(const Matrix& to, const float (&x)[4], int
     write_two(to, x[2], x[3], row + row_of(2), col + col_of(0));
 }
 
+// --- Infinities and NaN: see special.cuh --------------------------------------------------------
+
 // Halves of a word that are not zero, as masks of 16 bits.
 __device__ __forceinline__ uint32 halves(uint32 word) {
     return (word & 0xffffu ? 0xffffu : 0u) | (word & 0xffff0000u ? 0xffff0000u : 0u);
@@ -134,18 +136,6 @@ __device__ __forceinline__ uint32 special(uint32 word) {
 __device__ __forceinline__ void remove_special(uint32 (&operand)[2][2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) operand[i / 2][i % 2] &= ~special(operand[i / 2][i % 2]);
-}
-
-// Is any element of a tile, of those that the calling thread has a share of, infinite or NaN?
-template <int kThreads, int kRows, int kCols>
-__device__ __forceinline__ bool has_special(const Tile<kRows, kCols>& tile) {
-    uint32 found = 0;
-#pragma unroll 4
-    for (int index = static_cast<int>(threadIdx.x); index < kRows * kCols / 2; index += kThreads) {
-        const int row = index / (kCols / 2), col = index % (kCols / 2) * 2;
-        found |= special(*reinterpret_cast<const uint32*>(&tile.at[row][col]));
-    }
-    return found != 0;
 }
 
 // --- Operands ------------------------------------------------------------------------------------
@@ -209,15 +199,16 @@ __device__ __forceinline__ void clear(float (&x)[kSlabs][kColumns8][4]) {
 
 // --- Products ------------------------------------------------------------------------------------
 
-// sums[s] += a[rows of slab s] b^T; slab s begins at row `row` + 16 s.
+// sums[s] += a[rows of slab s] b^T, of b the rows from `row_b` on; slab s begins at row `row` + 16 s.
 template <int kSlabs, int kColumns8, int kRowsA, int kRowsB, int kCols>
 __device__ __forceinline__ void add_a_bt(float (&sums)[kSlabs][kColumns8][4],
                                          const Tile<kRowsA, kCols>& a,
                                          int row,
-                                         const Tile<kRowsB, kCols>& b) {
-    static_assert(kRowsB == 8 * kColumns8, "a column of sums for each row of b");
+                                         const Tile<kRowsB, kCols>& b,
+                                         int row_b = 0) {
+    static_assert(kRowsB >= 8 * kColumns8, "a column of sums for each row of b");
     const Element* const from_a = place_down(a, row);
-    const Element* const from_b = place_along(b);
+    const Element* const from_b = place_along(b, row_b);
 #pragma unroll
     for (int k = 0; k < kCols; k += 16) {
         uint32 left_operand[kSlabs][4];
@@ -236,9 +227,8 @@ __device__ __forceinline__ void add_a_bt(float (&sums)[kSlabs][kColumns8][4],
     }
 }
 
-// sums[s] += x[s] b, with x rounded to elements, and of b the columns from `col` on. kFinite: with 0
-// for what is infinite or NaN in b.
-template <bool kFinite = false, int kSlabs, int kColumns8, int kRows8, int kRowsB, int kCols>
+// sums[s] += x[s] b, with x rounded to elements, and of b the columns from `col` on.
+template <int kSlabs, int kColumns8, int kRows8, int kRowsB, int kCols>
 __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
                                         const float (&x)[kSlabs][kRows8][4],
                                         const Tile<kRowsB, kCols>& b,
@@ -254,7 +244,33 @@ __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
         for (int n = 0; n < kColumns8; n += 2) {
             uint32 right_operand[2][2];
             right(right_operand, from_b, b.offset(16 * j, 8 * n));
-            if (kFinite) remove_special(right_operand);
+#pragma unroll
+            for (int s = 0; s < kSlabs; ++s) {
+                hw::mma_m16n8k16<Element>(sums[s][n], left_operand[s], right_operand[0]);
+                hw::mma_m16n8k16<Element>(sums[s][n + 1], left_operand[s], right_operand[1]);
+            }
+        }
+    }
+}
+
+// sums[s] += a[rows of slab s] b, of b the columns from `col` on; slab s begins at row `row` + 16 s.
+template <int kSlabs, int kColumns8, int kRowsA, int kRowsB, int kCols>
+__device__ __forceinline__ void add_a_b(float (&sums)[kSlabs][kColumns8][4],
+                                        const Tile<kRowsA, kRowsB>& a,
+                                        int row,
+                                        const Tile<kRowsB, kCols>& b,
+                                        int col) {
+    const Element* const from_a = place_down(a, row);
+    const Element* const from_b = place_down(b) + col;
+#pragma unroll
+    for (int k = 0; k < kRowsB; k += 16) {
+        uint32 left_operand[kSlabs][4];
+#pragma unroll
+        for (int s = 0; s < kSlabs; ++s) left(left_operand[s], from_a, a.offset(kSlab * s, k));
+#pragma unroll
+        for (int n = 0; n < kColumns8; n += 2) {
+            uint32 right_operand[2][2];
+            right(right_operand, from_b, b.offset(k, 8 * n));
 #pragma unroll
             for (int s = 0; s < kSlabs; ++s) {
                 hw::mma_m16n8k16<Element>(sums[s][n], left_operand[s], right_operand[0]);
@@ -266,6 +282,7 @@ __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
 
 // sums[s] += a^T b, where row 0 of slab s is column `col_a` + 16 s of a. The sums are of the blocks of
 // 16 columns first, first + kStep .. of b, as far as there are kBlocks of them from `col_b` on.
+// kFinite: with 0 for what is infinite or NaN in b.
 template <bool kFinite,
           int kStep,
           int kBlocks,
@@ -304,79 +321,19 @@ __device__ __forceinline__ void add_at_b(float (&sums)[kSlabs][kColumns8][4],
     }
 }
 
-// Rounds fragments and puts them into rows [row, row + 16 kSlabs) of a tile.
+// Rounds fragments and puts them into a tile, from (row, col) on.
 template <int kSlabs, int kColumns8, int kRows, int kCols>
 __device__ __forceinline__ void store_rounded(Tile<kRows, kCols>& to,
                                               const float (&x)[kSlabs][kColumns8][4],
-                                              int row) {
-    static_assert(kCols == 8 * kColumns8, "whole rows");
-    uint32* const first = reinterpret_cast<uint32*>(&to.at[row + row_of(0)][col_of(0)]);
+                                              int row,
+                                              int col) {
+    uint32* const first = reinterpret_cast<uint32*>(&to.at[row + row_of(0)][col + col_of(0)]);
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) {
 #pragma unroll
         for (int n = 0; n < kColumns8; ++n) {
             first[to.offset(kSlab * s, 8 * n) / 4] = hw::pack2<Element>(x[s][n][0], x[s][n][1]);
             first[to.offset(kSlab * s + 8, 8 * n) / 4] = hw::pack2<Element>(x[s][n][2], x[s][n][3]);
-        }
-    }
-}
-
-// --- Infinities and NaN in the right factor ------------------------------------------------------
-//
-// Where a row of x does not see all rows of b, x is 0 there, and 0 * NaN must not reach its sums. So
-// what is special in b is first added as far as it is seen, and then made 0.
-
-// sums[s] += what is special in b in rows that are seen. Bit 4 n + i of seen[s] says so of element i
-// of fragment n of x. What rises and what falls is counted by products of ones; a NaN counts on both
-// sides, so that it comes out as inf - inf.
-//
-// Which columns the sums are of is said as for add_at_b.
-template <int kStep, int kBlocks, int kSlabs, int kColumns8, int kRowsB, int kCols>
-__device__ __forceinline__ void add_special(float (&sums)[kSlabs][kColumns8][4],
-                                            const uint64 (&seen)[kSlabs],
-                                            const Tile<kRowsB, kCols>& b,
-                                            int col,
-                                            int first) {
-    static_assert(kRowsB <= 128, "a bit of 64 for each element of a fragment");
-    constexpr uint32 kOne = hw::kIsBfloat16<Element> ? 0x3f80u : 0x3c00u;
-    constexpr uint32 kFractions = hw::kIsBfloat16<Element> ? 0x007f007fu : 0x03ff03ffu;
-    constexpr uint32 kOnes = kOne << 16 | kOne;
-    const Element* const from_b = place_down(b) + col + 16 * first;
-#pragma unroll
-    for (int pair = 0; pair < kSlabs * kColumns8 / 2; ++pair) {
-        const int s = pair % kSlabs, n = pair / kSlabs * 2;
-        if (kBlocks % kStep != 0 && first + n / 2 * kStep >= kBlocks) break;
-        float rises[2][4] = {}, falls[2][4] = {};
-#pragma unroll 1
-        for (int j = 0; j < kRowsB / 16; ++j) {
-            const uint32 bits = static_cast<uint32>(seen[s] >> (8 * j));
-            uint32 sees[4], words[2][2];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32 two = bits >> (2 * i);
-                sees[i] = (two & 1 ? kOne : 0u) | (two & 2 ? kOne << 16 : 0u);
-            }
-            right(words, from_b, b.offset(16 * j, 8 * n * kStep));
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint32 up[2], down[2];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const uint32 word = words[half][i], odd = special(word);
-                    const uint32 nan = halves(word & kFractions);
-                    const uint32 negative = halves(word & 0x80008000u);
-                    up[i] = odd & (nan | ~negative) & kOnes;
-                    down[i] = odd & (nan | negative) & kOnes;
-                }
-                hw::mma_m16n8k16<Element>(rises[half], sees, up);
-                hw::mma_m16n8k16<Element>(falls[half], sees, down);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float& sum = sums[s][n + i / 4][i % 4];
-            if (rises[i / 4][i % 4] > 0.0f) sum += __int_as_float(0x7f800000);
-            if (falls[i / 4][i % 4] > 0.0f) sum -= __int_as_float(0x7f800000);
         }
     }
 }
@@ -388,17 +345,6 @@ __device__ __forceinline__ void negate(Tile<kRows, kCols>& tile) {
     for (int index = static_cast<int>(threadIdx.x); index < kRows * kCols / 2; index += kThreads) {
         const int row = index / (kCols / 2), col = index % (kCols / 2) * 2;
         *reinterpret_cast<uint32*>(&tile.at[row][col]) ^= 0x80008000u;
-    }
-}
-
-// Makes 0 of what is special in the calling thread's share of a tile.
-template <int kThreads, int kRows, int kCols>
-__device__ __forceinline__ void clear_special(Tile<kRows, kCols>& tile) {
-#pragma unroll 1
-    for (int index = static_cast<int>(threadIdx.x); index < kRows * kCols / 2; index += kThreads) {
-        const int row = index / (kCols / 2), col = index % (kCols / 2) * 2;
-        uint32& word = *reinterpret_cast<uint32*>(&tile.at[row][col]);
-        word &= ~special(word);
     }
 }
 
