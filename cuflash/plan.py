@@ -213,9 +213,10 @@ class _BackwardMma(KernelPlan):
     tile_kv: int
     dim: int  # head_dim, padded to a multiple of 16
     splits: int  # of the columns of dq, dk and dv, by different blocks
+    turn: int  # tiles of queries to whose dq a block adds at once
 
-    def _query_tiles(self, problem: Problem) -> int:
-        return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
+    def _query_tiles(self, problem: Problem, together: int = 1) -> int:
+        return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q * together)
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,10 @@ class BackwardRowsMma(_BackwardMma):
         return self._query_tiles(problem)
 
     def scratch(self, problem: Problem) -> dict[str, int]:
-        tiles = self._query_tiles(problem)
-        return {"row_stats": tiles * self.tile_q * 8, "dq_turns": tiles * self.splits * 4}
+        return {
+            "row_stats": self._query_tiles(problem) * self.tile_q * 8,
+            "dq_turns": self._query_tiles(problem, self.turn) * self.splits * 4,
+        }
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,7 @@ class BackwardMma(_BackwardMma):
     slots: int  # of tiles of q and dout: 2, or 1 to save shared memory
     dim_v: int  # as dim, of head_dim_v
     blocks_per_sm: int  # what the compiler keeps registers free for
+    together: int  # blocks of several heads that are launched tile by tile
     aligned: int  # as in ForwardMma, of q, k, v and dout
 
     @property
@@ -262,7 +266,7 @@ class BackwardMma(_BackwardMma):
         cols = self.dim + self.dim_v + 16  # rows of tiles are padded by 8 elements
         elements = (self.tile_kv + self.slots * self.tile_q) * cols
         elements += (2 if self.query_warps > 1 else 1) * self.tile_kv * (self.tile_q + 8)
-        return elements * DTYPES[self.dtype].itemsize + self.slots * self.tile_q * 8 + 16
+        return elements * DTYPES[self.dtype].itemsize + self.slots * self.tile_q * 8 + 80
 
     def parts(self, problem: Problem) -> int:
         return self.splits * _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)

@@ -61,19 +61,22 @@ class _BackwardTile(NamedTuple):
     dq_warps: int
     slots: int
     splits: int
+    turn: int
     blocks_per_sm: int
     options: tuple[int, int] = (0, len(FEATURES))
 
 
 _BACKWARD = (
-    _BackwardTile(64, 64, 64, 4, 1, 2, 2, 1, 2, options=(0, 0)),
-    _BackwardTile(64, 32, 64, 4, 1, 1, 2, 1, 2),
-    _BackwardTile(128, 64, 128, 8, 2, 4, 2, 1, 1, options=(0, 0)),
-    _BackwardTile(128, 32, 64, 4, 1, 1, 1, 1, 1),
-    _BackwardTile(256, 64, 128, 8, 2, 4, 1, 2, 1, options=(0, 0)),
-    _BackwardTile(256, 32, 64, 4, 1, 1, 1, 2, 1),
-    _BackwardTile(256, 16, 32, 2, 1, 1, 1, 2, 1),
+    _BackwardTile(64, 128, 128, 8, 2, 4, 2, 1, 1, 1, options=(0, 0)),
+    _BackwardTile(64, 64, 64, 4, 1, 2, 2, 1, 2, 2),
+    _BackwardTile(128, 64, 128, 8, 2, 4, 2, 1, 2, 1, options=(0, 0)),
+    _BackwardTile(128, 32, 64, 4, 1, 1, 1, 1, 2, 1),
+    _BackwardTile(256, 64, 128, 8, 2, 4, 1, 2, 2, 1, options=(0, 0)),
+    _BackwardTile(256, 32, 64, 4, 1, 1, 1, 2, 2, 1),
+    _BackwardTile(256, 16, 32, 2, 1, 1, 1, 2, 2, 1),
 )
+
+_TOGETHER = 1056  # eight blocks for each multiprocessor of an H100 or H200
 
 #: Sets of options that kernels are compiled for, the quickest first. A call gets the first that has
 #: all of its options.
@@ -136,9 +139,9 @@ def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
     return next(options for options in FEATURE_SETS if options.issuperset(features))
 
 
-def padded(head_dim: int) -> int:
-    """Return the head size that a kernel computes with."""
-    return next(size for size in _PADDED if size >= head_dim)
+def padded(head_dim: int, step: int = 16) -> int:
+    """Return the head size that a kernel computes with, a multiple of `step`."""
+    return next(size for size in _PADDED if size >= head_dim and size % step == 0)
 
 
 def forward(traits: Traits, tile: _Tile, options: frozenset[str] = frozenset()) -> ForwardMma:
@@ -164,8 +167,9 @@ def backward(
         dtype=traits.dtype.name,
         tile_q=tile.tile_q,
         tile_kv=tile.tile_kv,
-        dim=padded(traits.head_dim),
+        dim=padded(traits.head_dim, 16 * tile.query_warps * tile.splits),
         splits=tile.splits,
+        turn=tile.turn,
     )
     packed = "packed" in options
     main = BackwardMma(
@@ -174,8 +178,9 @@ def backward(
         query_warps=tile.query_warps,
         dq_warps=tile.dq_warps,
         slots=tile.slots,
-        dim_v=padded(traits.head_dim_v),
+        dim_v=padded(traits.head_dim_v, 16 * tile.query_warps * tile.splits),
         blocks_per_sm=tile.blocks_per_sm,
+        together=_TOGETHER,
         aligned=traits.aligned,
         **dict.fromkeys(options, True),
     )

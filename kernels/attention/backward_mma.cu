@@ -18,10 +18,11 @@
 // else p goes through shared memory, as ds must for dq, which sums over keys and so over warps.
 //
 // Sums of dq are in workspace (parts/gradient_mma.cuh). Key tiles add theirs in order, which makes the
-// result deterministic: a block waits until those before it have had their turn with this query tile.
-// All walk the queries from the last to the first, so that tile j need only stay a step behind tile
-// j - 1; where causal order hides queries, it is the first ones, and the longest walks are launched
-// first. The first of a tile's turns stores, so that sums need not be zeroed.
+// result deterministic: a block waits until those before it have had their turn with kTurn query tiles,
+// as one wait costs about a microsecond. All walk the queries from the last to the first, so that tile
+// j need only stay a turn behind tile j - 1; where causal order hides queries, it is the first ones,
+// and the longest walks are launched first. The first to add to a tile stores, so that sums need not be
+// zeroed.
 //
 // kSplits: a block computes only one in kSplits of the columns of dk, dv and dq, for large heads.
 #include "attention/params.cuh"
@@ -48,6 +49,8 @@ constexpr int kColsV8 = kSplitColsV / plan::kQueryWarps / 8;
 constexpr int kDqWarpsX = plan::kWarps / plan::kDqWarps;  // warps side by side for dq
 constexpr int kDqSlabs = plan::kTileQ / kSlab / plan::kDqWarps;
 constexpr int kDqBlocks = kSplitCols / 16;  // blocks of columns, which those warps share
+static_assert(kSplitCols % (16 * plan::kQueryWarps) == 0 && kSplitColsV % (16 * plan::kQueryWarps) == 0,
+              "whole blocks of columns a warp");
 constexpr int kDqBlocksOfWarp = (kDqBlocks + kDqWarpsX - 1) / kDqWarpsX;
 
 // Options that make a score more than scale * product.
@@ -59,6 +62,16 @@ template <int kCols>
 using TileOfKeys = fragment::Tile<plan::kTileKv, kCols>;
 using Fragments = float[kSlabs][kQueries8][4];  // of scores, transposed
 
+// What a block does, in shared memory, where it costs no registers. Thread 0 writes it.
+struct Notes {
+    int64 index;  // of the part
+    Work work;
+    int32 split;               // of the columns
+    TileRange queries, plain;  // tiles that see any of the keys, and all
+    int32 special_k;           // K has infinities or NaN, and some pairs are hidden
+    int32 special;             // so have K, Q or dout
+};
+
 struct Smem {
     TileOfKeys<plan::kDim> k;
     TileOfKeys<plan::kDimV> v;
@@ -66,11 +79,11 @@ struct Smem {
     TileOfQueries<plan::kDimV> dout[plan::kSlots];
     TileOfKeys<plan::kTileQ> factors[kThroughShared ? 2 : 1];  // dscores, and P
     RowStats rows[plan::kSlots][plan::kTileQ];
-    alignas(16) int special;  // tiles that hide something have infinities or NaN
+    alignas(16) Notes notes;
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
-// What a block and a warp know.
+// What a warp works on.
 struct Place {
     int32 first_key;  // of the block
     int split;        // of the columns
@@ -82,15 +95,33 @@ struct Place {
 // One turn of the main loop: a query tile of one query head of the group.
 struct Visit {
     int32 head, tile;
+    bool starts, ends;  // a turn with dq
 };
+
+// Visit i: heads in order, and the queries of each from the last to the first.
+__device__ __forceinline__ Visit visit_of(const Params& p, const Notes& notes, int32 i) {
+    const int32 tiles = notes.queries.last - notes.queries.first;
+    const int32 group = p.heads_q / p.heads_kv;
+    const int32 tile = notes.queries.last - 1 - i % tiles;
+    return {notes.work.head * group + i / tiles, tile,
+            i % tiles == 0 || (tile + 1) % plan::kTurn == 0,
+            tile == notes.queries.first || tile % plan::kTurn == 0};
+}
 
 struct Sums {
     float dk[kSlabs][kCols8][4];
     float dv[kSlabs][kColsV8][4];
 };
 
-__device__ __forceinline__ Place place_of(int32 tile, int split) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+// How many visits a block makes.
+__device__ __forceinline__ int32 visits_of(const Params& p, const Notes& notes) {
+    return p.heads_q / p.heads_kv * (notes.queries.last - notes.queries.first);
+}
+
+__device__ __forceinline__ Place place_of(const Notes& notes) {
+    const int32 tile = notes.work.tile;
+    const int split = notes.split;
+    const int warp = hw::forget(static_cast<int>(threadIdx.x)) / 32;
     const int warp_x = warp % plan::kQueryWarps;
     return {tile * plan::kTileKv,
             split,
@@ -101,8 +132,8 @@ __device__ __forceinline__ Place place_of(int32 tile, int split) {
 }
 
 // Starts to bring what a visit needs.
-__device__ __forceinline__ void copy(
-    const Params& p, const Entry& entry, Smem& smem, Visit visit, int slot) {
+__device__ __forceinline__ void copy(const Params& p, Smem& smem, Visit visit, int slot) {
+    const Entry& entry = smem.notes.work.entry;
     const int32 first = visit.tile * plan::kTileQ;
     fragment::copy<plan::kAligned, plan::kThreads>(
         smem.q[slot], query_matrix(p.q, entry, visit.head, p.head_dim), first);
@@ -115,8 +146,25 @@ __device__ __forceinline__ void copy(
     }
 }
 
-// Products become weights (P after dropout) and gradients of scores; `query` and `key` are the first
-// of the fragments.
+// Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of; `query` and `key`
+// are the first of the fragments.
+template <class Visitor>
+__device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visitor visit) {
+#pragma unroll
+    for (int n = 0; n < kQueries8; ++n) {
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                visit(slab, n, i, query + 8 * n + fragment::col_of(i),
+                      key + kSlab * slab + fragment::row_of(i));
+            }
+        }
+    }
+}
+
+// Products become weights (P after dropout) and gradients of scores. A product of -inf is of a hidden
+// pair where options do not say so.
 template <bool kPlain>
 __device__ __forceinline__ void gradients(Fragments& s,
                                           Fragments& dp,
@@ -124,40 +172,33 @@ __device__ __forceinline__ void gradients(Fragments& s,
                                           const Scores& score,
                                           int32 query,
                                           int32 key) {
-    const float factor = score.scale * softmax::kLog2e;
-#pragma unroll
-    for (int n = 0; n < kQueries8; ++n) {
-        const RowStats row[2] = {rows[8 * n + fragment::col_of(0)],
-                                 rows[8 * n + fragment::col_of(1)]};
-        Scores::Row randoms[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) randoms[i] = score.row(query + 8 * n + fragment::col_of(i));
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int32 at_query = query + 8 * n + fragment::col_of(i);
-                const int32 at_key = key + kSlab * slab + fragment::row_of(i);
-                float& x = s[slab][n][i];
-                float& dx = dp[slab][n][i];
-                float slope = 1.0f;
-                bool seen = true;
-                if constexpr (kScored) {
-                    const Score at = score.at(x, at_query, at_key, !kPlain);
-                    x = hw::exp2_approx(fmaf(at.value, softmax::kLog2e, -row[i % 2].lse));
-                    slope = at.slope;
-                    seen = at.seen;
-                } else {
-                    if constexpr (!kPlain) seen = score.visible(at_query, at_key);
-                    x = hw::exp2_approx(fmaf(x, factor, -row[i % 2].lse));
-                }
-                dx = score.survives(dx, randoms[i % 2], at_key) * score.kept_factor();
-                dx = x * (dx - row[i % 2].delta) * slope;
-                x = score.survives(x, randoms[i % 2], at_key);
-                if (!seen) x = dx = 0.0f;
-            }
+    const float unit = score.unit() * softmax::kLog2e;  // not 0, or -inf would not remain hidden
+    const float factor = score.scale < 0.0f ? -unit : unit;
+    RowStats row[2];
+    Scores::Row randoms[2];
+    for_each_pair(query, key, [&](int slab, int n, int i, int32 at_query, int32 at_key) {
+        if (slab == 0 && i < 2) {
+            row[i] = rows[8 * n + fragment::col_of(i)];
+            randoms[i] = score.row(at_query);
         }
-    }
+        float& x = s[slab][n][i];
+        float& dx = dp[slab][n][i];
+        float slope = 1.0f;
+        bool seen = true;
+        if constexpr (kScored) {
+            const Score at = score.at(x, at_query, at_key, !kPlain);
+            x = hw::exp2_approx(fmaf(at.value, softmax::kLog2e, -row[i % 2].lse));
+            slope = at.slope;
+            seen = at.seen;
+        } else {
+            x = hw::exp2_approx(fmaf(x, factor, -row[i % 2].lse));
+            if (!kPlain) seen = x != 0.0f;
+        }
+        dx = score.survives(dx, randoms[i % 2], at_key) * score.kept_factor();
+        dx = x * (dx - row[i % 2].delta) * slope;
+        x = score.survives(x, randoms[i % 2], at_key);
+        if (!seen) x = dx = 0.0f;
+    });
 }
 
 // sums += x b, where rows of x are the warp's keys and columns the queries of the tile: of `x`, or of
@@ -183,7 +224,7 @@ __device__ __forceinline__ void add_dq(const Params& p,
                                        int64 slot,
                                        bool special_k,
                                        bool is_first) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int warp = hw::forget(static_cast<int>(threadIdx.x)) / 32;
     const int slab = warp / kDqWarpsX * kDqSlabs;
     const int block = warp % kDqWarpsX;  // of 16 columns; and every kDqWarpsX-th after it
     const int col = at.split * kSplitCols;
@@ -196,19 +237,19 @@ __device__ __forceinline__ void add_dq(const Params& p,
         fragment::add_at_b<false, kDqWarpsX, kDqBlocks>(dq, smem.factors[0], kSlab * slab, smem.k,
                                                         col, block);
     }
+    float* const to = dq_sums(p, slot, slab, col / 8 + 2 * block);
 #pragma unroll
     for (int n = 0; n < 2 * kDqBlocksOfWarp; ++n) {
-        const int col16 = block + n / 2 * kDqWarpsX;
-        if (kDqBlocks % kDqWarpsX != 0 && col16 >= kDqBlocks) break;
+        if (kDqBlocks % kDqWarpsX != 0 && block + n / 2 * kDqWarpsX >= kDqBlocks) break;
 #pragma unroll
         for (int s = 0; s < kDqSlabs; ++s) {
             const float(&x)[4] = dq[s][n];
-            float* const to = dq_sums(p, slot, slab + s, col / 8 + 2 * col16 + n % 2);
+            float* const at_n = to + dq_distance(s, n / 2 * kDqWarpsX * 2 + n % 2);
             if (is_first) {
                 using Four = hw::Vec<float, 4>;
-                hw::store(reinterpret_cast<Four*>(to), Four{{x[0], x[1], x[2], x[3]}});
+                hw::store(reinterpret_cast<Four*>(at_n), Four{{x[0], x[1], x[2], x[3]}});
             } else {
-                hw::reduce_add(to, x);
+                hw::reduce_add(at_n, x);
             }
         }
     }
@@ -217,19 +258,15 @@ __device__ __forceinline__ void add_dq(const Params& p,
 // Clears a tile of infinities and NaN, for add_special() to see to them.
 template <class Tile>
 __device__ __forceinline__ void clear(Tile& tile, Smem& smem) {
-    if (threadIdx.x == 0) smem.special = 1;
+    if (threadIdx.x == 0) smem.notes.special = 1;
     special::clear<plan::kThreads>(tile);
 }
 
 template <bool kPlain>
-__device__ __forceinline__ void turn(const Params& p,
-                                     const Entry& entry,
-                                     const Place& at,
-                                     Smem& smem,
-                                     Sums& sums,
-                                     Visit visit,
-                                     int slot,
-                                     bool special_k) {
+__device__ __forceinline__ void turn(
+    const Params& p, Smem& smem, Sums& sums, Visit visit, int slot) {
+    const Entry& entry = smem.notes.work.entry;
+    const Place at = place_of(smem.notes);
     const int32 query = visit.tile * plan::kTileQ;
     const Scores score = Scores::of(p, entry, visit.head);
     auto& q = smem.q[slot];
@@ -238,6 +275,13 @@ __device__ __forceinline__ void turn(const Params& p,
     Fragments s, dp;
     fragment::clear(s);
     fragment::add_a_bt(s, smem.k, at.row, q, at.query);
+    if (!kPlain && !kScored) {
+        const float hidden = score.scale < 0.0f ? softmax::infinity<float>() : -softmax::infinity<float>();
+        for_each_pair(query + at.query, at.first_key + at.row,
+                      [&](int slab, int n, int i, int32 at_query, int32 at_key) {
+                          if (!score.visible(at_query, at_key)) s[slab][n][i] = hidden;
+                      });
+    }
     fragment::clear(dp);
     fragment::add_a_bt(dp, smem.v, at.row, dout, at.query);
     gradients<kPlain>(s, dp, smem.rows[slot] + at.query, score, query + at.query,
@@ -245,29 +289,34 @@ __device__ __forceinline__ void turn(const Params& p,
     fragment::store_rounded(smem.factors[0], dp, at.row, at.query);
     if (kThroughShared) fragment::store_rounded(smem.factors[kThroughShared], s, at.row, at.query);
 
-    const int64 sums_slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
-    const int32 turns_before = at.first_key / plan::kTileKv -
-                               score.band.key_tiles(query, plan::kTileQ, plan::kTileKv).first;
-    if (p.dq.data && threadIdx.x == 0) {
-        hw::semaphore_wait(dq_turn(p, sums_slot, at.split), turns_before);
+    const int32 key_tile = at.first_key / plan::kTileKv;
+    if (p.dq.data && visit.starts && threadIdx.x == 0) {
+        const int32 rows = visit.tile / plan::kTurn * kTurnRows;
+        const int32 first = score.band.key_tiles(rows, kTurnRows, plan::kTileKv).first;
+        hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, at.split), key_tile - first);
     }
     __syncthreads();
     if (!kPlain) {
         if (special::any<plan::kThreads>(q)) clear(q, smem);
         if (special::any<plan::kThreads>(dout)) clear(dout, smem);
     }
-    if (p.dq.data) add_dq(p, at, smem, sums_slot, !kPlain && special_k, turns_before == 0);
+    if (p.dq.data) {
+        const int32 first = score.band.key_tiles(query, plan::kTileQ, plan::kTileKv).first;
+        const int64 to = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
+        add_dq(p, at, smem, to, !kPlain && smem.notes.special_k, key_tile == first);
+    }
     add_product(sums.dv, s, smem.factors[kThroughShared], at.row, dout, at.col_v);
     add_product(sums.dk, dp, smem.factors[0], at.row, q, at.col);
 }
 
 __device__ __forceinline__ void write_results(const Params& p,
-                                              const Entry& entry,
-                                              const Scores& score,
-                                              int32 head,
-                                              const Place& at,
+                                              const Notes& notes,
                                               const Sums& sums) {
     if (!p.dk.data) return;
+    const Entry& entry = notes.work.entry;
+    const int32 head = notes.work.head;
+    const Place at = place_of(notes);
+    const Scores score = Scores::of(p, entry, 0);
     const Matrix dk = key_matrix(p.dk, entry, head, p.head_dim);
     const Matrix dv = key_matrix(p.dv, entry, head, p.head_dim_v);
 #pragma unroll
@@ -291,27 +340,19 @@ __device__ __forceinline__ void write_results(const Params& p,
 
 // Adds what is special in Q, dout and K, in query tiles from which something is hidden, to the results
 // of backward_tile(). Not inlined: what both work out would be kept in registers meanwhile.
-__device__ __noinline__ void add_special(const Params& p, int64 index, Smem& smem) {
-    const int64 part = interleaved<Keys, plan::kTileKv>(p, index / plan::kSplits);
-    const int split = static_cast<int>(index % plan::kSplits);
-    Work work;
-    work_at<Keys, plan::kTileKv>(p, part, work);
-    const Entry& entry = work.entry;
-    const Place at = place_of(work.tile, split);
-    const Scores any = Scores::of(p, entry, 0);
-    const TileRange queries = any.band.query_tiles(at.first_key, plan::kTileKv, plan::kTileQ);
-    const TileRange plain = any.plain_query_tiles(at.first_key, plan::kTileKv, plan::kTileQ);
-    const int32 group = p.heads_q / p.heads_kv;
-    const Matrix dk = key_matrix(p.dk, entry, work.head, p.head_dim);
-    const Matrix dv = key_matrix(p.dv, entry, work.head, p.head_dim_v);
-    const int32 tiles = queries.last - queries.first;
-    for (int32 i = 0; i < group * tiles; ++i) {
-        const Visit visit = {work.head * group + i / tiles, queries.first + i % tiles};
-        if (visit.tile >= plain.first && visit.tile < plain.last) continue;
+__device__ __noinline__ void add_special(const Params& p, Smem& smem) {
+    const Notes& notes = smem.notes;
+    const Entry& entry = notes.work.entry;
+    const Place at = place_of(notes);
+    const Matrix dk = key_matrix(p.dk, entry, notes.work.head, p.head_dim);
+    const Matrix dv = key_matrix(p.dv, entry, notes.work.head, p.head_dim_v);
+    for (int32 i = 0; i < visits_of(p, notes); ++i) {
+        const Visit visit = visit_of(p, notes, i);
+        if (visit.tile >= notes.plain.first && visit.tile < notes.plain.last) continue;
         const int32 query = visit.tile * plan::kTileQ;
         const Scores score = Scores::of(p, entry, visit.head);
         __syncthreads();
-        copy(p, entry, smem, visit, 0);
+        copy(p, smem, visit, 0);
         hw::cp_async_commit();
         hw::cp_async_wait<0>();
         __syncthreads();
@@ -329,7 +370,7 @@ __device__ __noinline__ void add_special(const Params& p, int64 index, Smem& sme
         }
         if (!p.dq.data) continue;
         const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
-        const int warp = static_cast<int>(threadIdx.x) / 32;
+        const int warp = hw::forget(static_cast<int>(threadIdx.x)) / 32;
         for (int slab = 0; slab < plan::kTileQ / kSlab; ++slab) {
             for (int block = warp; block < kDqBlocks; block += plan::kWarps) {
                 const int col = at.split * kSplitCols + 16 * block;
@@ -345,90 +386,88 @@ __device__ __noinline__ void add_special(const Params& p, int64 index, Smem& sme
     }
 }
 
-__device__ __forceinline__ void backward_tile(const Params& p,
-                                              const Work& work,
-                                              int split,
-                                              Smem& smem) {
-    const Entry& entry = work.entry;
-    const Place at = place_of(work.tile, split);
-    const Scores any = Scores::of(p, entry, 0);
-    const TileRange queries =
-        any.band.query_tiles(at.first_key, plan::kTileKv, plan::kTileQ);
-    const TileRange plain = any.plain_query_tiles(at.first_key, plan::kTileKv, plan::kTileQ);
-    const int32 group = p.heads_q / p.heads_kv;
-    const int32 turns = group * (queries.last - queries.first);
+// Lets the next key tile have its turn, if visit i ended one; behind a barrier. Not by the thread that
+// waits for turns, since either takes time.
+__device__ __forceinline__ void end_turn(const Params& p, const Notes& notes, int32 i) {
+    if (!p.dq.data || i < 0 || threadIdx.x != plan::kThreads - 32) return;
+    const Visit done = visit_of(p, notes, i);
+    if (!done.ends) return;
+    hw::semaphore_add(dq_turn(p, notes.work.entry, done.head, done.tile, notes.split), 1);
+}
+
+__device__ __forceinline__ void backward_tile(const Params& p, Smem& smem) {
+    Notes& notes = smem.notes;
+    const Entry& entry = notes.work.entry;
     Sums sums;
     fragment::clear(sums.dk);
     fragment::clear(sums.dv);
-
-    // Heads in order, and the queries of each from the last to the first.
-    Visit visit = {work.head * group, queries.last - 1};
-    auto next = [&](Visit v) -> Visit {
-        if (v.tile > queries.first) return {v.head, v.tile - 1};
-        return {v.head + 1, queries.last - 1};
-    };
-    bool special_k = false;  // K holds infinities or NaN, and some pairs are hidden
-    if (turns > 0) {
+    if (visits_of(p, notes) > 0) {
+        const int32 first_key = notes.work.tile * plan::kTileKv;
         fragment::copy<plan::kAligned, plan::kThreads>(
-            smem.k, key_matrix(p.k, entry, work.head, p.head_dim), at.first_key);
+            smem.k, key_matrix(p.k, entry, notes.work.head, p.head_dim), first_key);
         fragment::copy<plan::kAligned, plan::kThreads>(
-            smem.v, key_matrix(p.v, entry, work.head, p.head_dim_v), at.first_key);
-        if (plan::kSlots > 1) copy(p, entry, smem, visit, 0);
+            smem.v, key_matrix(p.v, entry, notes.work.head, p.head_dim_v), first_key);
+        if (plan::kSlots > 1) copy(p, smem, visit_of(p, notes, 0), 0);
         hw::cp_async_commit();
-        if (plain.last - plain.first < queries.last - queries.first) {
+        if (notes.plain.last - notes.plain.first < notes.queries.last - notes.queries.first) {
             hw::cp_async_wait<0>();
             __syncthreads();
-            special_k = special::any<plan::kThreads>(smem.k);
-            if (threadIdx.x == 0) smem.special = special_k;
+            const bool special_k = special::any<plan::kThreads>(smem.k);
+            if (threadIdx.x == 0) notes.special_k = notes.special = special_k;
         }
     }
-    int* taken = nullptr;  // the turn of the previous visit: the next in order may go on
-    for (int32 i = 0; i < turns; ++i) {
+    for (int32 i = 0; i < visits_of(p, notes); ++i) {
         const int slot = i % plan::kSlots;
-        const Visit now = visit;
-        visit = next(visit);
         if (plan::kSlots == 1) {
             __syncthreads();
-            copy(p, entry, smem, now, 0);
+            copy(p, smem, visit_of(p, notes, i), 0);
             hw::cp_async_commit();
         }
         hw::cp_async_wait<0>();
         __syncthreads();
-        if (taken && threadIdx.x == 0) hw::semaphore_add(taken, 1);
+        end_turn(p, notes, i - 1);
         if (plan::kSlots > 1) {
-            if (i + 1 < turns) copy(p, entry, smem, visit, slot ^ 1);
+            if (i + 1 < visits_of(p, notes)) copy(p, smem, visit_of(p, notes, i + 1), slot ^ 1);
             hw::cp_async_commit();
         }
-        if (now.tile >= plain.first && now.tile < plain.last) {
-            turn<true>(p, entry, at, smem, sums, now, slot, false);
+        const Visit visit = visit_of(p, notes, i);
+        if (visit.tile >= notes.plain.first && visit.tile < notes.plain.last) {
+            turn<true>(p, smem, sums, visit, slot);
         } else {
-            turn<false>(p, entry, at, smem, sums, now, slot, special_k);
-        }
-        if (p.dq.data) {
-            taken = dq_turn(p, query_slot<plan::kTileQ>(p, entry, now.head, now.tile), split);
+            turn<false>(p, smem, sums, visit, slot);
         }
     }
-    if (taken) {
-        __syncthreads();
-        if (threadIdx.x == 0) hw::semaphore_add(taken, 1);
-    }
-    write_results(p, entry, any, work.head, at, sums);
+    __syncthreads();
+    end_turn(p, notes, visits_of(p, notes) - 1);
+    write_results(p, notes, sums);
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
     backward_mma(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
-    const int64 parts = work_parts<Keys, plan::kTileKv>(p) * plan::kSplits;
-    for (int64 index = blockIdx.x; index < parts; index += gridDim.x) {
-        if (index != blockIdx.x) __syncthreads();  // all have finished the previous part
-        const int64 part = interleaved<Keys, plan::kTileKv>(p, index / plan::kSplits);
-        const int split = static_cast<int>(index % plan::kSplits);
-        if (threadIdx.x == 0) smem.special = 0;
-        Work work;
-        if (work_at<Keys, plan::kTileKv>(p, part, work)) {
-            backward_tile(p, work, split, smem);
-            __syncthreads();
-            if (smem.special) add_special(p, index, smem);
+    for (int64 index = blockIdx.x; index < work_parts<Keys, plan::kTileKv>(p) * plan::kSplits;) {
+        const int64 part =
+            interleaved<Keys, plan::kTileKv, plan::kTogether>(p, index / plan::kSplits);
+        Work work = {};
+        const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
+        if (threadIdx.x == 0) {
+            const Scores score = Scores::of(p, work.entry, 0);
+            const int32 key = work.tile * plan::kTileKv;
+            smem.notes = {index,
+                          work,
+                          static_cast<int>(index % plan::kSplits),
+                          score.band.query_tiles(key, plan::kTileKv, plan::kTileQ),
+                          score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ),
+                          0,
+                          0};
         }
+        __syncthreads();
+        if (any) {
+            backward_tile(p, smem);
+            __syncthreads();
+            if (smem.notes.special) add_special(p, smem);
+        }
+        index = smem.notes.index + gridDim.x;
+        __syncthreads();  // all have finished the part
     }
 }

@@ -62,8 +62,9 @@ __device__ __forceinline__ void rows_of_tile(const Params& p, const Work& work) 
         }
         hw::store(row_stats(p, slot) + i, stats);
     }
-    if (static_cast<int>(threadIdx.x) < plan::kSplits) {
-        hw::store(dq_turn(p, slot, static_cast<int>(threadIdx.x)), 0);
+    const int split = static_cast<int>(threadIdx.x);
+    if (work.tile % plan::kTurn == 0 && split < plan::kSplits) {
+        hw::store(dq_turn(p, entry, work.head, work.tile, split), 0);
     }
 }
 

@@ -11,6 +11,7 @@
 #include "hw/cp_async.cuh"
 #include "hw/ldmatrix.cuh"
 #include "hw/mma.cuh"
+#include "hw/sync.cuh"
 #include "parts/operand.cuh"
 
 namespace fragment {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void copy_pieces(Tile<kRows, kCols>& tile, const Matr
     constexpr int kPieces = kCols / kElements;  // of a row
     constexpr int kSharers = divisor_to_8(kPieces);
     constexpr int kStep = kThreads / kSharers;  // rows that all threads make at once
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = hw::forget(static_cast<int>(threadIdx.x));
     const int row = thread / kSharers, col = thread % kSharers * kElements;
     if (kThreads % kSharers != 0 && row >= kStep) return;
     const Element* from = m.data + (first + row) * m.stride_row + col;
@@ -146,11 +147,13 @@ __device__ __forceinline__ void remove_special(uint32 (&operand)[2][2]) {
 // left() and right(), along the rows for their transposes.
 template <int kRows, int kCols>
 __device__ __forceinline__ const Element* place_down(const Tile<kRows, kCols>& t, int row = 0) {
-    return &t.at[row + lane() % 16][lane() / 16 * 8];
+    const int lane = hw::forget(fragment::lane());
+    return &t.at[row + lane % 16][lane / 16 * 8];
 }
 template <int kRows, int kCols>
 __device__ __forceinline__ const Element* place_along(const Tile<kRows, kCols>& t, int row = 0) {
-    return &t.at[row + lane() / 16 * 8 + lane() % 8][lane() / 8 % 2 * 8];
+    const int lane = hw::forget(fragment::lane());
+    return &t.at[row + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8];
 }
 
 // A block as a left operand.

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the three kernels of the backward by mma.sync hand to one another in workspace, for each tile of
-// plan::kTileQ queries of a head, which has a slot (query_slot() in work.cuh):
+// plan::kTileQ queries of a head, which has a slot (query_slot() in work.cuh), and for each of
+// kTurnRows queries, whose sums key tiles add to in one turn:
 //
 //     row_stats   RowStats[slot][kTileQ]                               backward_rows_mma.cu writes
-//     dq_turns    int[slot][kSplits]: key tiles that have added theirs  backward_rows_mma.cu clears
+//     dq_turns    int[slot of kTurnRows][kSplits]                      backward_rows_mma.cu clears
 //     dq_sums     float[slot][kTileQ / 16][kDim / 8][32 lanes][4]      backward_mma.cu sums up
 //
 // A fragment of sums (fragment.cuh) lies as lanes hold it, so that a warp moves 512 bytes in a row.
@@ -11,6 +12,8 @@
 #include "parts/fragment.cuh"
 #include "parts/softmax_lazy.cuh"
 #include "parts/work.cuh"
+
+constexpr int kTurnRows = plan::kTileQ * plan::kTurn;
 
 // Of a row of scores, for P = exp2(score * log2(e) - lse) and dscore = P * (dP - delta).
 struct RowStats {
@@ -27,14 +30,21 @@ __device__ __forceinline__ RowStats* row_stats(const Params& p, int64 slot) {
     return static_cast<RowStats*>(p.row_stats) + slot * plan::kTileQ;
 }
 
-__device__ __forceinline__ int* dq_turn(const Params& p, int64 slot, int split) {
+// How many key tiles have had their turn with the queries of a tile and its neighbours.
+__device__ __forceinline__ int* dq_turn(
+    const Params& p, const Entry& entry, int32 head, int32 tile, int split) {
+    const int64 slot = query_slot<kTurnRows>(p, entry, head, tile / plan::kTurn);
     return static_cast<int*>(p.dq_turns) + slot * plan::kSplits + split;
 }
 
-// The calling lane's four numbers of the fragment of rows [16 slab, 16 slab + 16) and columns
-// [8 n, 8 n + 8).
+// How many numbers the fragment of rows [16 slab, 16 slab + 16) and columns [8 n, 8 n + 8) lies behind
+// the first.
+__host__ __device__ constexpr int dq_distance(int slab, int n) {
+    return (slab * (plan::kDim / 8) + n) * 32 * 4;
+}
+
+// The calling lane's four numbers of it.
 __device__ __forceinline__ float* dq_sums(const Params& p, int64 slot, int slab, int n) {
-    constexpr int kFragments = plan::kTileQ / fragment::kSlab * (plan::kDim / 8);
-    const int64 at = slot * kFragments + slab * (plan::kDim / 8) + n;
-    return static_cast<float*>(p.dq_sums) + (at * 32 + fragment::lane()) * 4;
+    return static_cast<float*>(p.dq_sums) + slot * (plan::kTileQ * plan::kDim) +
+           dq_distance(slab, n) + fragment::lane() * 4;
 }

@@ -143,10 +143,9 @@ __device__ __forceinline__ bool work_at(const Params& p, int64 index, Work& work
     return true;
 }
 
-// Parts in an order in which blocks that run at the same time are those of several heads: parts of
-// kAtOnce blocks, tile by tile and not head by head. For tiles that wait for the one before: all heads
-// then advance together, and blocks that start together have little to wait for.
-template <class Side, int kTile, int kAtOnce = 264>
+// Parts in an order for tiles that wait for the one before: not head by head, but tile by tile of so
+// many heads that they have kTogether parts. Tiles of a head then start one after the other.
+template <class Side, int kTile, int kTogether>
 __device__ __forceinline__ int64 interleaved(const Params& p, int64 index) {
     int64 heads = p.batch * Side::heads(p), tiles = ceil_div(Side::rows(p), kTile);
     if constexpr (plan::kPacked) {
@@ -155,7 +154,7 @@ __device__ __forceinline__ int64 interleaved(const Params& p, int64 index) {
             tiles = Side::rows(p) / kTile + p.batch + 2;
         }
     }
-    const int64 together = (kAtOnce + tiles - 1) / tiles;
+    const int64 together = (kTogether + tiles - 1) / tiles;
     const int64 first = index / (together * tiles) * together;
     const int64 width = min(together, heads - first), within = index - first * tiles;
     return (first + within % width) * tiles + within / width;
