@@ -266,7 +266,7 @@ class BackwardMma(_BackwardMma):
         cols = self.dim + self.dim_v + 16  # rows of tiles are padded by 8 elements
         elements = (self.tile_kv + self.slots * self.tile_q) * cols
         elements += (2 if self.query_warps > 1 else 1) * self.tile_kv * (self.tile_q + 8)
-        return elements * DTYPES[self.dtype].itemsize + self.slots * self.tile_q * 8 + 80
+        return elements * DTYPES[self.dtype].itemsize + self.slots * self.tile_q * 8 + 96
 
     def parts(self, problem: Problem) -> int:
         return self.splits * _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)

@@ -68,6 +68,7 @@ struct Notes {
     Work work;
     int32 split;               // of the columns
     TileRange queries, plain;  // tiles that see any of the keys, and all
+    int32 group, visits;       // query heads, and how often a query tile of one is visited
     int32 special_k;           // K has infinities or NaN, and some pairs are hidden
     int32 special;             // so have K, Q or dout
 };
@@ -99,11 +100,10 @@ struct Visit {
 };
 
 // Visit i: heads in order, and the queries of each from the last to the first.
-__device__ __forceinline__ Visit visit_of(const Params& p, const Notes& notes, int32 i) {
+__device__ __forceinline__ Visit visit_of(const Notes& notes, int32 i) {
     const int32 tiles = notes.queries.last - notes.queries.first;
-    const int32 group = p.heads_q / p.heads_kv;
     const int32 tile = notes.queries.last - 1 - i % tiles;
-    return {notes.work.head * group + i / tiles, tile,
+    return {notes.work.head * notes.group + i / tiles, tile,
             i % tiles == 0 || (tile + 1) % plan::kTurn == 0,
             tile == notes.queries.first || tile % plan::kTurn == 0};
 }
@@ -112,11 +112,6 @@ struct Sums {
     float dk[kSlabs][kCols8][4];
     float dv[kSlabs][kColsV8][4];
 };
-
-// How many visits a block makes.
-__device__ __forceinline__ int32 visits_of(const Params& p, const Notes& notes) {
-    return p.heads_q / p.heads_kv * (notes.queries.last - notes.queries.first);
-}
 
 __device__ __forceinline__ Place place_of(const Notes& notes) {
     const int32 tile = notes.work.tile;
@@ -346,8 +341,8 @@ __device__ __noinline__ void add_special(const Params& p, Smem& smem) {
     const Place at = place_of(notes);
     const Matrix dk = key_matrix(p.dk, entry, notes.work.head, p.head_dim);
     const Matrix dv = key_matrix(p.dv, entry, notes.work.head, p.head_dim_v);
-    for (int32 i = 0; i < visits_of(p, notes); ++i) {
-        const Visit visit = visit_of(p, notes, i);
+    for (int32 i = 0; i < notes.visits; ++i) {
+        const Visit visit = visit_of(notes, i);
         if (visit.tile >= notes.plain.first && visit.tile < notes.plain.last) continue;
         const int32 query = visit.tile * plan::kTileQ;
         const Scores score = Scores::of(p, entry, visit.head);
@@ -390,7 +385,7 @@ __device__ __noinline__ void add_special(const Params& p, Smem& smem) {
 // waits for turns, since either takes time.
 __device__ __forceinline__ void end_turn(const Params& p, const Notes& notes, int32 i) {
     if (!p.dq.data || i < 0 || threadIdx.x != plan::kThreads - 32) return;
-    const Visit done = visit_of(p, notes, i);
+    const Visit done = visit_of(notes, i);
     if (!done.ends) return;
     hw::semaphore_add(dq_turn(p, notes.work.entry, done.head, done.tile, notes.split), 1);
 }
@@ -401,13 +396,13 @@ __device__ __forceinline__ void backward_tile(const Params& p, Smem& smem) {
     Sums sums;
     fragment::clear(sums.dk);
     fragment::clear(sums.dv);
-    if (visits_of(p, notes) > 0) {
+    if (notes.visits > 0) {
         const int32 first_key = notes.work.tile * plan::kTileKv;
         fragment::copy<plan::kAligned, plan::kThreads>(
             smem.k, key_matrix(p.k, entry, notes.work.head, p.head_dim), first_key);
         fragment::copy<plan::kAligned, plan::kThreads>(
             smem.v, key_matrix(p.v, entry, notes.work.head, p.head_dim_v), first_key);
-        if (plan::kSlots > 1) copy(p, smem, visit_of(p, notes, 0), 0);
+        if (plan::kSlots > 1) copy(p, smem, visit_of(notes, 0), 0);
         hw::cp_async_commit();
         if (notes.plain.last - notes.plain.first < notes.queries.last - notes.queries.first) {
             hw::cp_async_wait<0>();
@@ -416,21 +411,21 @@ __device__ __forceinline__ void backward_tile(const Params& p, Smem& smem) {
             if (threadIdx.x == 0) notes.special_k = notes.special = special_k;
         }
     }
-    for (int32 i = 0; i < visits_of(p, notes); ++i) {
+    for (int32 i = 0; i < notes.visits; ++i) {
         const int slot = i % plan::kSlots;
         if (plan::kSlots == 1) {
             __syncthreads();
-            copy(p, smem, visit_of(p, notes, i), 0);
+            copy(p, smem, visit_of(notes, i), 0);
             hw::cp_async_commit();
         }
         hw::cp_async_wait<0>();
         __syncthreads();
         end_turn(p, notes, i - 1);
         if (plan::kSlots > 1) {
-            if (i + 1 < visits_of(p, notes)) copy(p, smem, visit_of(p, notes, i + 1), slot ^ 1);
+            if (i + 1 < notes.visits) copy(p, smem, visit_of(notes, i + 1), slot ^ 1);
             hw::cp_async_commit();
         }
-        const Visit visit = visit_of(p, notes, i);
+        const Visit visit = visit_of(notes, i);
         if (visit.tile >= notes.plain.first && visit.tile < notes.plain.last) {
             turn<true>(p, smem, sums, visit, slot);
         } else {
@@ -438,7 +433,7 @@ __device__ __forceinline__ void backward_tile(const Params& p, Smem& smem) {
         }
     }
     __syncthreads();
-    end_turn(p, notes, visits_of(p, notes) - 1);
+    end_turn(p, notes, notes.visits - 1);
     write_results(p, notes, sums);
 }
 
@@ -452,12 +447,15 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
         const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
         if (threadIdx.x == 0) {
             const Scores score = Scores::of(p, work.entry, 0);
-            const int32 key = work.tile * plan::kTileKv;
+            const int32 key = work.tile * plan::kTileKv, group = p.heads_q / p.heads_kv;
+            const TileRange queries = score.band.query_tiles(key, plan::kTileKv, plan::kTileQ);
             smem.notes = {index,
                           work,
                           static_cast<int>(index % plan::kSplits),
-                          score.band.query_tiles(key, plan::kTileKv, plan::kTileQ),
+                          queries,
                           score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ),
+                          group,
+                          group * (queries.last - queries.first),
                           0,
                           0};
         }

@@ -147,13 +147,11 @@ __device__ __forceinline__ void remove_special(uint32 (&operand)[2][2]) {
 // left() and right(), along the rows for their transposes.
 template <int kRows, int kCols>
 __device__ __forceinline__ const Element* place_down(const Tile<kRows, kCols>& t, int row = 0) {
-    const int lane = hw::forget(fragment::lane());
-    return &t.at[row + lane % 16][lane / 16 * 8];
+    return &t.at[row + lane() % 16][lane() / 16 * 8];
 }
 template <int kRows, int kCols>
 __device__ __forceinline__ const Element* place_along(const Tile<kRows, kCols>& t, int row = 0) {
-    const int lane = hw::forget(fragment::lane());
-    return &t.at[row + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8];
+    return &t.at[row + lane() / 16 * 8 + lane() % 8][lane() / 8 % 2 * 8];
 }
 
 // A block as a left operand.
@@ -330,7 +328,8 @@ __device__ __forceinline__ void store_rounded(Tile<kRows, kCols>& to,
                                               const float (&x)[kSlabs][kColumns8][4],
                                               int row,
                                               int col) {
-    uint32* const first = reinterpret_cast<uint32*>(&to.at[row + row_of(0)][col + col_of(0)]);
+    const int here = hw::forget(lane());
+    uint32* const first = reinterpret_cast<uint32*>(&to.at[row + here / 4][col + here % 4 * 2]);
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) {
 #pragma unroll
