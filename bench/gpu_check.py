@@ -74,6 +74,7 @@ TOOLS = {
 KERNELS = {
     *("forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"),
     *("backward_dbias_simt", "sum_parts", "dsinks", "merge_states"),
+    *("forward_mma", "backward_rows_mma", "backward_mma", "backward_dq_mma"),
 }
 
 _MODULES = (

@@ -107,7 +107,7 @@ def _recipe(
     names = Operands._fields
     given = {name: Form(*x) for name, x in zip(names, forms, strict=True) if x is not None}
     group = problem.dtype.group
-    copied = ("q", "k", "v") if direction == "forward" else ("q", "k", "v", "dout")
+    copied = ("q", "k", "v") if direction == "forward" else ("q", "k", "v", "out", "dout")
     aligned = min(row_alignment(given[name], layout, group) for name in copied)
     traits = problem.traits._replace(aligned=aligned)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]

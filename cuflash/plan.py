@@ -225,9 +225,18 @@ class BackwardRowsMma(_BackwardMma):
 
     kernel = "backward_rows_mma"
 
+    dim_v: int  # as dim, of head_dim_v
+    aligned: int  # as in ForwardMma, of q, k, v, out and dout
+
     @property
     def threads(self) -> int:
-        return 128
+        """A warp for 16 queries."""
+        return 2 * self.tile_q
+
+    @property
+    def smem_bytes(self) -> int:
+        """A tile of out and one of dout."""
+        return 2 * self.tile_q * (self.dim_v + 8) * DTYPES[self.dtype].itemsize
 
     def parts(self, problem: Problem) -> int:
         return self._query_tiles(problem)
@@ -254,7 +263,7 @@ class BackwardMma(_BackwardMma):
     dim_v: int  # as dim, of head_dim_v
     blocks_per_sm: int  # what the compiler keeps registers free for
     together: int  # blocks of several heads that are launched tile by tile
-    aligned: int  # as in ForwardMma, of q, k, v and dout
+    aligned: int  # as in ForwardMma, of q, k, v, out and dout
 
     @property
     def threads(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cuflash import device, select
-from cuflash.arch import simt
+from cuflash.arch import mma, simt
 from cuflash.dtypes import DTYPES
 from cuflash.plan import (
     BackwardDbiasSimt,
@@ -116,7 +116,10 @@ def _small_mma(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str, 
         **dict.fromkeys(options, True),
     )
     name = f"{dtype}-mma-{tile}-{dim}x{dim_v}" + ("-options" if options else "")
-    backward = shipped(dtype, dim, dim_v, options=options).backward
+    traits = Traits(DTYPES[dtype], dim, dim_v, options, 0)
+    small = mma.BackwardTile(max(dim, dim_v), *_MMA_BACKWARD_TILES[tile])
+    others = [plan for plan in select.choose("backward", traits, device.CPU) if plan.family != "mma"]
+    backward = (*mma.backward(traits, small, frozenset(options)), *others)
     return Row(name, dtype, (forward,), backward, dim, dim_v, options)
 
 
@@ -126,6 +129,15 @@ _MMA_TILES = {
     "slabs": (32, 16, 1),
     "warps": (32, 32, 2),
     "both": (64, 16, 2),
+}
+
+# tile_q, tile_kv, warps, query_warps, dq_warps, slots, splits, turn, blocks_per_sm: factors in
+# registers or through shared memory, columns in one piece or split, a turn a tile or several
+_MMA_BACKWARD_TILES = {
+    "warp": (16, 16, 1, 1, 1, 2, 1, 1, 1),
+    "slabs": (16, 32, 1, 1, 1, 1, 1, 2, 1),
+    "warps": (32, 32, 4, 2, 2, 2, 1, 1, 1),
+    "both": (32, 32, 2, 1, 1, 2, 2, 3, 1),
 }
 
 # tile_q, tile_kv, threads_y, threads_x, chunk
@@ -252,7 +264,10 @@ def cubins(full: bool = False) -> list[tuple[str, UnitPlan]]:
 
 
 def candidates(direction: str, dtype: str, head_dim: int, head_dim_v: int) -> list[Plan]:
-    """Return plans that use each candidate of each kernel of a direction."""
+    """Return plans that use each candidate of each step of a direction."""
     offers = getattr(simt.Simt(), direction)(Traits(DTYPES[dtype], head_dim, head_dim_v))
-    longest = max(len(kernels) for kernels in offers)
-    return [tuple(kernels[min(i, len(kernels) - 1)] for kernels in offers) for i in range(longest)]
+    longest = max(len(plans) for plans in offers)
+    return [
+        tuple(kernel for plans in offers for kernel in plans[min(i, len(plans) - 1)])
+        for i in range(longest)
+    ]

@@ -13,7 +13,7 @@ from check import Inputs
 
 import cuflash
 from cuflash import compile, device, launch
-from cuflash.plan import BackwardMma, ForwardMma, Plan
+from cuflash.plan import Plan
 from cuflash.problem import Traits
 
 
@@ -28,7 +28,7 @@ def using(forward: Plan, backward: Plan) -> Iterator[None]:
         where = device.CPU if index is None else device.gpu(index)
         plan = [
             dataclasses.replace(kernel, aligned=traits.aligned)
-            if isinstance(kernel, (BackwardMma, ForwardMma))
+            if hasattr(kernel, "aligned")
             else kernel
             for kernel in (forward if direction == "forward" else backward)
         ]

@@ -13,7 +13,7 @@ from ..plan import BackwardDqMma, BackwardMma, BackwardRowsMma, Delta, ForwardMm
 from ..problem import FEATURES, Traits
 from . import simt
 
-__all__ = ["Mma"]
+__all__ = ["BackwardTile", "Mma"]
 
 _MAX_HEAD_DIM = 256
 
@@ -38,7 +38,7 @@ _FORWARD = (
     _Tile(64, 64, 64, 4, 2),
     _Tile(96, 128, 64, 4, 2, options=(0, 0)),
     _Tile(96, 64, 64, 4, 2),
-    _Tile(128, 128, 48, 4, 2, options=(0, 0)),
+    _Tile(128, 128, 64, 4, 2, options=(0, 0)),
     _Tile(128, 64, 64, 4, 2),
     _Tile(192, 128, 48, 8, 1, options=(0, 1)),
     _Tile(192, 64, 48, 4, 1),
@@ -50,7 +50,7 @@ _FORWARD = (
 )
 
 
-class _BackwardTile(NamedTuple):
+class BackwardTile(NamedTuple):
     """The same for the backward."""
 
     head_dim: int
@@ -63,20 +63,20 @@ class _BackwardTile(NamedTuple):
     splits: int
     turn: int
     blocks_per_sm: int
-    options: tuple[int, int] = (0, len(FEATURES))
+    without: tuple[str, ...] = ()  # options that it has no registers for
 
 
 _BACKWARD = (
-    _BackwardTile(64, 128, 128, 8, 2, 4, 2, 1, 1, 1, options=(0, 0)),
-    _BackwardTile(64, 64, 64, 4, 1, 2, 2, 1, 2, 2),
-    _BackwardTile(128, 64, 128, 8, 2, 4, 2, 1, 2, 1, options=(0, 0)),
-    _BackwardTile(128, 32, 64, 4, 1, 1, 1, 1, 2, 1),
-    _BackwardTile(256, 64, 128, 8, 2, 4, 1, 2, 2, 1, options=(0, 0)),
-    _BackwardTile(256, 32, 64, 4, 1, 1, 1, 2, 2, 1),
-    _BackwardTile(256, 16, 32, 2, 1, 1, 1, 2, 2, 1),
+    BackwardTile(64, 32, 128, 4, 1, 1, 2, 1, 4, 2, without=("softcap", "bias", "mask", "dropout")),
+    BackwardTile(64, 32, 128, 8, 2, 2, 2, 1, 4, 1),
+    BackwardTile(128, 64, 128, 8, 2, 4, 2, 1, 2, 1, without=("dropout",)),
+    BackwardTile(128, 32, 128, 8, 2, 2, 2, 1, 2, 1),
+    BackwardTile(128, 32, 64, 4, 2, 2, 2, 1, 2, 1),
+    BackwardTile(256, 32, 128, 8, 2, 2, 2, 2, 2, 1),
+    BackwardTile(256, 32, 64, 4, 2, 2, 1, 2, 2, 1),
+    BackwardTile(256, 32, 32, 2, 2, 2, 1, 2, 2, 1),
 )
-
-_TOGETHER = 1056  # eight blocks for each multiprocessor of an H100 or H200
+_TOGETHER = 2112  # sixteen blocks for each multiprocessor of an H100 or H200
 
 #: Sets of options that kernels are compiled for, the quickest first. A call gets the first that has
 #: all of its options.
@@ -127,7 +127,7 @@ class Mma:
             [
                 backward(traits, row, options)
                 for row in _BACKWARD
-                if row.head_dim == size and row.options[0] <= len(options) <= row.options[1]
+                if row.head_dim == size and options.isdisjoint(row.without)
             ]
         ]
         extra = simt.of_options(traits)
@@ -160,7 +160,7 @@ def forward(traits: Traits, tile: _Tile, options: frozenset[str] = frozenset()) 
 
 
 def backward(
-    traits: Traits, tile: _BackwardTile, options: frozenset[str] = frozenset()
+    traits: Traits, tile: BackwardTile, options: frozenset[str] = frozenset()
 ) -> Plan:
     """Return the backward plans of a tile shape."""
     shared = dict(
@@ -171,17 +171,21 @@ def backward(
         splits=tile.splits,
         turn=tile.turn,
     )
-    packed = "packed" in options
+    copied = dict(
+        dim_v=padded(traits.head_dim_v, 16 * tile.query_warps * tile.splits),
+        aligned=traits.aligned,
+    )
     main = BackwardMma(
         **shared,
+        **copied,
         warps=tile.warps,
         query_warps=tile.query_warps,
         dq_warps=tile.dq_warps,
         slots=tile.slots,
-        dim_v=padded(traits.head_dim_v, 16 * tile.query_warps * tile.splits),
         blocks_per_sm=tile.blocks_per_sm,
         together=_TOGETHER,
-        aligned=traits.aligned,
         **dict.fromkeys(options, True),
     )
-    return BackwardRowsMma(**shared, packed=packed), main, BackwardDqMma(**shared, packed=packed)
+    packed = "packed" in options
+    rows = BackwardRowsMma(**shared, **copied, packed=packed)
+    return rows, main, BackwardDqMma(**shared, packed=packed)
