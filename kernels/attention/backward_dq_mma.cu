@@ -27,8 +27,8 @@ __device__ __forceinline__ void dq_tile(const Params& p, const Work& work) {
         const int slab = i / kCols8, n = i % kCols8;
         float x[4] = {};
         if (any) {
-            const auto sums = hw::load(
-                reinterpret_cast<const hw::Vec<float, 4>*>(dq_sums(p, slot, slab, n)));
+            const auto sums =
+                hw::load(reinterpret_cast<const hw::Vec<float, 4>*>(dq_sums(p, slot, slab, n)));
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[e] = sums.v[e] * scale;
         }

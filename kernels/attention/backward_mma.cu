@@ -6,23 +6,25 @@
 //     dscore[i][j] = P[i][j] (dP[i][j] - delta[i]),   P = exp(score - lse),
 //     dP[i][j] = <dout[i], v[j]>,   score and its slope: parts/score.cuh
 //
-// A block owns kTileKv keys of one key head and keeps their dk and dv in registers. It walks the query
-// heads of the group and, in each, the query tiles that see these keys. Scores are transposed: rows
-// are keys.
+// A block owns kTileKv keys of one key head and keeps their dk and dv in registers. It walks the
+// query heads of the group and, in each, the query tiles that see these keys. Scores are
+// transposed: rows are keys.
 //
 //     copy       q0 dout0 | q1 dout1                                   |
-//     compute             | s = k q^T, dp = v dout^T | (turn) dq = ds^T k, dv += p dout, dk += ds q |
+//     compute             | s = k q^T, dp = v dout^T | (turn) dq = ds^T k, dv += p dout, dk += ds q
+//     |
 //
-// Warps form a grid of keys and queries, kQueryWarps wide, for the first two products, and of keys and
-// columns for dv and dk. Where it is one warp wide, the fragments of p and ds are their left operands;
-// else p goes through shared memory, as ds must for dq, which sums over keys and so over warps.
+// Warps form a grid of keys and queries, kQueryWarps wide, for the first two products, and of keys
+// and columns for dv and dk. Where it is one warp wide, the fragments of p and ds are their left
+// operands; else p goes through shared memory, as ds must for dq, which sums over keys and so over
+// warps.
 //
-// Sums of dq are in workspace (parts/gradient_mma.cuh). Key tiles add theirs in order, which makes the
-// result deterministic: a block waits until those before it have had their turn with kTurn query tiles,
-// as one wait costs about a microsecond. All walk the queries from the last to the first, so that tile
-// j need only stay a turn behind tile j - 1; where causal order hides queries, it is the first ones,
-// and the longest walks are launched first. The first to add to a tile stores, so that sums need not be
-// zeroed.
+// Sums of dq are in workspace (parts/gradient_mma.cuh). Key tiles add theirs in order, which makes
+// the result deterministic: a block waits until those before it have had their turn with kTurn
+// query tiles, as one wait costs about a microsecond. All walk the queries from the last to the
+// first, so that tile j need only stay a turn behind tile j - 1; where causal order hides queries,
+// it is the first ones, and the longest walks are launched first. The first to add to a tile
+// stores, so that sums need not be zeroed.
 //
 // kSplits: a block computes only one in kSplits of the columns of dk, dv and dq, for large heads.
 #include "attention/params.cuh"
@@ -41,15 +43,16 @@ constexpr bool kThroughShared = plan::kQueryWarps > 1;
 constexpr int kRowsOfWarp = plan::kTileKv / (plan::kWarps / plan::kQueryWarps);
 constexpr int kSlabs = kRowsOfWarp / kSlab;
 constexpr int kQueriesOfWarp = plan::kTileQ / plan::kQueryWarps;
-constexpr int kQueries8 = kQueriesOfWarp / 8;            // columns of a fragment of scores
-constexpr int kSplitCols = plan::kDim / plan::kSplits;   // columns of dk and dq of a block
-constexpr int kSplitColsV = plan::kDimV / plan::kSplits;  // and of dv
+constexpr int kQueries8 = kQueriesOfWarp / 8;               // columns of a fragment of scores
+constexpr int kSplitCols = plan::kDim / plan::kSplits;      // columns of dk and dq of a block
+constexpr int kSplitColsV = plan::kDimV / plan::kSplits;    // and of dv
 constexpr int kCols8 = kSplitCols / plan::kQueryWarps / 8;  // of a warp
 constexpr int kColsV8 = kSplitColsV / plan::kQueryWarps / 8;
 constexpr int kDqWarpsX = plan::kWarps / plan::kDqWarps;  // warps side by side for dq
 constexpr int kDqSlabs = plan::kTileQ / kSlab / plan::kDqWarps;
 constexpr int kDqBlocks = kSplitCols / 16;  // blocks of columns, which those warps share
-static_assert(kSplitCols % (16 * plan::kQueryWarps) == 0 && kSplitColsV % (16 * plan::kQueryWarps) == 0,
+static_assert(kSplitCols % (16 * plan::kQueryWarps) == 0 &&
+                  kSplitColsV % (16 * plan::kQueryWarps) == 0,
               "whole blocks of columns a warp");
 constexpr int kDqBlocksOfWarp = (kDqBlocks + kDqWarpsX - 1) / kDqWarpsX;
 
@@ -141,8 +144,8 @@ __device__ __forceinline__ void copy(const Params& p, Smem& smem, Visit visit, i
     }
 }
 
-// Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of; `query` and `key`
-// are the first of the fragments.
+// Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of; `query` and
+// `key` are the first of the fragments.
 template <class Visitor>
 __device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visitor visit) {
 #pragma unroll
@@ -158,8 +161,8 @@ __device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visitor vi
     }
 }
 
-// Products become weights (P after dropout) and gradients of scores. A product of -inf is of a hidden
-// pair where options do not say so.
+// Products become weights (P after dropout) and gradients of scores. A product of -inf is of a
+// hidden pair where options do not say so.
 template <bool kPlain>
 __device__ __forceinline__ void gradients(Fragments& s,
                                           Fragments& dp,
@@ -196,8 +199,8 @@ __device__ __forceinline__ void gradients(Fragments& s,
     });
 }
 
-// sums += x b, where rows of x are the warp's keys and columns the queries of the tile: of `x`, or of
-// `factor` if it went through shared memory.
+// sums += x b, where rows of x are the warp's keys and columns the queries of the tile: of `x`, or
+// of `factor` if it went through shared memory.
 template <int kColumns8, int kCols>
 __device__ __forceinline__ void add_product(float (&sums)[kSlabs][kColumns8][4],
                                             const Fragments& x,
@@ -213,12 +216,8 @@ __device__ __forceinline__ void add_product(float (&sums)[kSlabs][kColumns8][4],
 }
 
 // Adds the block's part of dq of a query tile, which begins at `query`, to its sums.
-__device__ __forceinline__ void add_dq(const Params& p,
-                                       const Place& at,
-                                       const Smem& smem,
-                                       int64 slot,
-                                       bool special_k,
-                                       bool is_first) {
+__device__ __forceinline__ void add_dq(
+    const Params& p, const Place& at, const Smem& smem, int64 slot, bool special_k, bool is_first) {
     const int warp = hw::forget(static_cast<int>(threadIdx.x)) / 32;
     const int slab = warp / kDqWarpsX * kDqSlabs;
     const int block = warp % kDqWarpsX;  // of 16 columns; and every kDqWarpsX-th after it
@@ -238,7 +237,7 @@ __device__ __forceinline__ void add_dq(const Params& p,
         if (kDqBlocks % kDqWarpsX != 0 && block + n / 2 * kDqWarpsX >= kDqBlocks) break;
 #pragma unroll
         for (int s = 0; s < kDqSlabs; ++s) {
-            const float(&x)[4] = dq[s][n];
+            const float (&x)[4] = dq[s][n];
             float* const at_n = to + dq_distance(s, n / 2 * kDqWarpsX * 2 + n % 2);
             if (is_first) {
                 using Four = hw::Vec<float, 4>;
@@ -271,7 +270,8 @@ __device__ __forceinline__ void turn(
     fragment::clear(s);
     fragment::add_a_bt(s, smem.k, at.row, q, at.query);
     if (!kPlain && !kScored) {
-        const float hidden = score.scale < 0.0f ? softmax::infinity<float>() : -softmax::infinity<float>();
+        const float hidden =
+            score.scale < 0.0f ? softmax::infinity<float>() : -softmax::infinity<float>();
         for_each_pair(query + at.query, at.first_key + at.row,
                       [&](int slab, int n, int i, int32 at_query, int32 at_key) {
                           if (!score.visible(at_query, at_key)) s[slab][n][i] = hidden;
@@ -333,8 +333,8 @@ __device__ __forceinline__ void write_results(const Params& p,
     }
 }
 
-// Adds what is special in Q, dout and K, in query tiles from which something is hidden, to the results
-// of backward_tile(). Not inlined: what both work out would be kept in registers meanwhile.
+// Adds what is special in Q, dout and K, in query tiles from which something is hidden, to the
+// results of backward_tile(). Not inlined: what both work out would be kept in registers meanwhile.
 __device__ __noinline__ void add_special(const Params& p, Smem& smem) {
     const Notes& notes = smem.notes;
     const Entry& entry = notes.work.entry;
@@ -381,8 +381,8 @@ __device__ __noinline__ void add_special(const Params& p, Smem& smem) {
     }
 }
 
-// Lets the next key tile have its turn, if visit i ended one; behind a barrier. Not by the thread that
-// waits for turns, since either takes time.
+// Lets the next key tile have its turn, if visit i ended one; behind a barrier. Not by the thread
+// that waits for turns, since either takes time.
 __device__ __forceinline__ void end_turn(const Params& p, const Notes& notes, int32 i) {
     if (!p.dq.data || i < 0 || threadIdx.x != plan::kThreads - 32) return;
     const Visit done = visit_of(notes, i);

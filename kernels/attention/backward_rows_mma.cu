@@ -5,9 +5,9 @@
 //
 // less dlse[i], beside lse[i]; and the counters of turns are set to zero.
 //
-// A block has a tile of queries, and each of its warps a slab of 16 rows. Their sums are the diagonal
-// of out dout^T, by the same instructions in the same order as dP = v dout^T: a row with all its
-// weight on one key has out = v, and dP - delta is then 0 to the last bit.
+// A block has a tile of queries, and each of its warps a slab of 16 rows. Their sums are the
+// diagonal of out dout^T, by the same instructions in the same order as dP = v dout^T: a row with
+// all its weight on one key has out = v, and dP - delta is then 0 to the last bit.
 #include "attention/params.cuh"
 #include "hw/memory.cuh"
 #include "parts/fragment.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward by mma.sync, for float16 and bfloat16 on sm_80 and later. What it computes is in
-// forward_simt.cu.
+// Attention forward by mma.sync, for float16 and bfloat16 on sm_80 and later. What it computes is
+// in forward_simt.cu.
 //
 // A block computes kTileQ rows of one head, each of its warps kSlabs slabs of 16. It walks the key
 // tiles that these rows see. Scores, probabilities and results stay in registers: the fragment of
@@ -9,12 +9,12 @@
 //     copy       q k0 v0 | k1 v1           | k2 v2           |
 //     compute            | s = q k0, out += p v0 | s = q k1, out += p v1 |
 //
-// Two slots of K and V take turns. The one barrier of a turn says two things: the tiles copied during
-// the turn before are there, and all have finished with the slot that is filled next. While one
-// block waits another of the multiprocessor computes.
+// Two slots of K and V take turns. The one barrier of a turn says two things: the tiles copied
+// during the turn before are there, and all have finished with the slot that is filled next. While
+// one block waits another of the multiprocessor computes.
 //
-// Budget: a thread holds kSlabs * (kTileKv + kDimV) / 2 accumulators; arch/mma.py has the tiles that
-// leave no spills.
+// Budget: a thread holds kSlabs * (kTileKv + kDimV) / 2 accumulators; arch/mma.py has the tiles
+// that leave no spills.
 #include "attention/params.cuh"
 #include "hw/memory.cuh"
 #include "hw/sync.cuh"
@@ -43,8 +43,8 @@ static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
 using LazyRow = softmax::LazyRow;
 
-// Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of. `query` and `key`
-// are the first of the warp's rows and of the tile.
+// Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of. `query` and
+// `key` are the first of the warp's rows and of the tile.
 template <class Visit>
 __device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visit visit) {
 #pragma unroll
@@ -62,8 +62,10 @@ __device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visit visi
 
 // Products become scores.
 template <bool kHides>
-__device__ __forceinline__ void finish_scores(
-    float (&s)[kSlabs][kKeys8][4], const Scores& score, int32 query, int32 key) {
+__device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
+                                              const Scores& score,
+                                              int32 query,
+                                              int32 key) {
     for_each_pair(query, key, [&](int slab, int n, int i, int32 row, int32 col) {
         float& x = s[slab][n][i];
         if constexpr (kScored) {
@@ -93,9 +95,9 @@ __device__ __forceinline__ void look(uint64 (&seen)[kSlabs],
 
 // May a row of the warp have outgrown its reference?
 //
-// Asked of the scores' bits as integers: the order of positive numbers is the same, negative ones are
-// below all of them, and three of them are compared at once. For a limit below 0, which says nothing
-// then, the answer is yes.
+// Asked of the scores' bits as integers: the order of positive numbers is the same, negative ones
+// are below all of them, and three of them are compared at once. For a limit below 0, which says
+// nothing then, the answer is yes.
 __device__ __forceinline__ bool outgrown(const LazyRow (&rows)[kRows],
                                          const float (&s)[kSlabs][kKeys8][4],
                                          float headroom) {
@@ -105,12 +107,12 @@ __device__ __forceinline__ bool outgrown(const LazyRow (&rows)[kRows],
         int largest = -1;
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
-            const float(&x)[4] = s[r / 2][n];
-            largest = hw::max3(largest, __float_as_int(x[r % 2 * 2]),
-                               __float_as_int(x[r % 2 * 2 + 1]));
+            const float (&x)[4] = s[r / 2][n];
+            largest =
+                hw::max3(largest, __float_as_int(x[r % 2 * 2]), __float_as_int(x[r % 2 * 2 + 1]));
         }
         const float limit = rows[r].limit(headroom);
-        grows |= limit < 0.0f | largest > __float_as_int(limit);
+        grows |= limit<0.0f | largest> __float_as_int(limit);
     }
     return __any_sync(0xffffffffu, grows);
 }
@@ -127,7 +129,7 @@ __device__ __forceinline__ bool raise(LazyRow (&rows)[kRows],
         float largest = -softmax::infinity<float>();
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
-            const float(&x)[4] = s[r / 2][n];
+            const float (&x)[4] = s[r / 2][n];
             largest = softmax::larger(largest, softmax::larger(x[r % 2 * 2], x[r % 2 * 2 + 1]));
         }
         const float scale = rows[r].raise(softmax::row_max<4>(largest), factor);
@@ -186,7 +188,7 @@ __device__ __forceinline__ void write_results(const Params& p,
         }
 #pragma unroll
         for (int n = 0; n < kCols8; ++n) {
-            const float(&x)[4] = out[r / 2][n];
+            const float (&x)[4] = out[r / 2][n];
             fragment::write_two(to, x[r % 2 * 2] * inverse, x[r % 2 * 2 + 1] * inverse, row,
                                 8 * n + fragment::col_of(0));
         }

@@ -16,8 +16,8 @@ __device__ __forceinline__ void reduce_add(float* global, const float (&v)[2]) {
                  : "memory");
 }
 
-// The same of four, aligned to 16 bytes. PTX ISA, red.global.add.v4.f32 on sm_90, one by one before;
-// any thread.
+// The same of four, aligned to 16 bytes. PTX ISA, red.global.add.v4.f32 on sm_90, one by one
+// before; any thread.
 __device__ __forceinline__ void reduce_add(float* global, const float (&v)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(v[0]),

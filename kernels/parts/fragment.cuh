@@ -49,7 +49,9 @@ __host__ __device__ constexpr int divisor_to_8(int n) {
 // Copies kBytes at once, by cp.async. Up to 8 neighbouring threads share a row; each copies every
 // so-manieth piece of it, at constant distances, and goes down to the next row of its own.
 template <int kBytes, int kThreads, int kRows, int kCols>
-__device__ __forceinline__ void copy_pieces(Tile<kRows, kCols>& tile, const Matrix& m, int32 first) {
+__device__ __forceinline__ void copy_pieces(Tile<kRows, kCols>& tile,
+                                            const Matrix& m,
+                                            int32 first) {
     constexpr int kElements = kBytes / static_cast<int>(sizeof(Element));
     constexpr int kPieces = kCols / kElements;  // of a row
     constexpr int kSharers = divisor_to_8(kPieces);
@@ -87,8 +89,9 @@ __device__ __forceinline__ void copy_elements(Tile<kRows, kCols>& tile,
     }
 }
 
-// Starts to bring rows [first, first + kRows) of a head; what does not exist becomes zeros. They are
-// there for the thread that copied after cp_async_wait, for the others after a barrier behind it.
+// Starts to bring rows [first, first + kRows) of a head; what does not exist becomes zeros. They
+// are there for the thread that copied after cp_async_wait, for the others after a barrier behind
+// it.
 //
 // kAligned: bytes of a row that can be moved at once, 16 or 8; 0 for any strides.
 template <int kAligned, int kThreads, int kRows, int kCols>
@@ -141,10 +144,10 @@ __device__ __forceinline__ void remove_special(uint32 (&operand)[2][2]) {
 
 // --- Operands ------------------------------------------------------------------------------------
 
-// All operands are blocks of 16 rows and columns of a tile. A lane reads all blocks of a tile from one
-// place, at constant distances: Tile::offset(row, col). In which order the four quarters of a block
-// come is where lanes point to, since mma.sync wants neighbouring registers: down the columns for
-// left() and right(), along the rows for their transposes.
+// All operands are blocks of 16 rows and columns of a tile. A lane reads all blocks of a tile from
+// one place, at constant distances: Tile::offset(row, col). In which order the four quarters of a
+// block come is where lanes point to, since mma.sync wants neighbouring registers: down the columns
+// for left() and right(), along the rows for their transposes.
 template <int kRows, int kCols>
 __device__ __forceinline__ const Element* place_down(const Tile<kRows, kCols>& t, int row = 0) {
     return &t.at[row + lane() % 16][lane() / 16 * 8];
@@ -200,7 +203,8 @@ __device__ __forceinline__ void clear(float (&x)[kSlabs][kColumns8][4]) {
 
 // --- Products ------------------------------------------------------------------------------------
 
-// sums[s] += a[rows of slab s] b^T, of b the rows from `row_b` on; slab s begins at row `row` + 16 s.
+// sums[s] += a[rows of slab s] b^T, of b the rows from `row_b` on; slab s begins at row `row` + 16
+// s.
 template <int kSlabs, int kColumns8, int kRowsA, int kRowsB, int kCols>
 __device__ __forceinline__ void add_a_bt(float (&sums)[kSlabs][kColumns8][4],
                                          const Tile<kRowsA, kCols>& a,
@@ -254,7 +258,8 @@ __device__ __forceinline__ void add_x_b(float (&sums)[kSlabs][kColumns8][4],
     }
 }
 
-// sums[s] += a[rows of slab s] b, of b the columns from `col` on; slab s begins at row `row` + 16 s.
+// sums[s] += a[rows of slab s] b, of b the columns from `col` on; slab s begins at row `row` + 16
+// s.
 template <int kSlabs, int kColumns8, int kRowsA, int kRowsB, int kCols>
 __device__ __forceinline__ void add_a_b(float (&sums)[kSlabs][kColumns8][4],
                                         const Tile<kRowsA, kRowsB>& a,
@@ -281,8 +286,8 @@ __device__ __forceinline__ void add_a_b(float (&sums)[kSlabs][kColumns8][4],
     }
 }
 
-// sums[s] += a^T b, where row 0 of slab s is column `col_a` + 16 s of a. The sums are of the blocks of
-// 16 columns first, first + kStep .. of b, as far as there are kBlocks of them from `col_b` on.
+// sums[s] += a^T b, where row 0 of slab s is column `col_a` + 16 s of a. The sums are of the blocks
+// of 16 columns first, first + kStep .. of b, as far as there are kBlocks of them from `col_b` on.
 // kFinite: with 0 for what is infinite or NaN in b.
 template <bool kFinite,
           int kStep,

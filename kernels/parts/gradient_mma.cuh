@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the three kernels of the backward by mma.sync hand to one another in workspace, for each tile of
-// plan::kTileQ queries of a head, which has a slot (query_slot() in work.cuh), and for each of
-// kTurnRows queries, whose sums key tiles add to in one turn:
+// What the three kernels of the backward by mma.sync hand to one another in workspace, for each
+// tile of plan::kTileQ queries of a head, which has a slot (query_slot() in work.cuh), and for each
+// of kTurnRows queries, whose sums key tiles add to in one turn:
 //
 //     row_stats   RowStats[slot][kTileQ]                               backward_rows_mma.cu writes
 //     dq_turns    int[slot of kTurnRows][kSplits]                      backward_rows_mma.cu clears
@@ -21,9 +21,7 @@ struct RowStats {
     float delta;  // rowsum(dout * out) - dlse
 
     // A row past the end, and one that sees no key: all probabilities are 0.
-    __device__ static __forceinline__ RowStats none() {
-        return {softmax::infinity<float>(), 0.0f};
-    }
+    __device__ static __forceinline__ RowStats none() { return {softmax::infinity<float>(), 0.0f}; }
 };
 
 __device__ __forceinline__ RowStats* row_stats(const Params& p, int64 slot) {
@@ -37,8 +35,8 @@ __device__ __forceinline__ int* dq_turn(
     return static_cast<int*>(p.dq_turns) + slot * plan::kSplits + split;
 }
 
-// How many numbers the fragment of rows [16 slab, 16 slab + 16) and columns [8 n, 8 n + 8) lies behind
-// the first.
+// How many numbers the fragment of rows [16 slab, 16 slab + 16) and columns [8 n, 8 n + 8) lies
+// behind the first.
 __host__ __device__ constexpr int dq_distance(int slab, int n) {
     return (slab * (plan::kDim / 8) + n) * 32 * 4;
 }

@@ -124,7 +124,9 @@ struct Scores {
     }
 
     // The tiles of `tile` queries from which nothing of keys [key, key + keys) is hidden.
-    __device__ __forceinline__ TileRange plain_query_tiles(int32 key, int32 keys, int32 tile) const {
+    __device__ __forceinline__ TileRange plain_query_tiles(int32 key,
+                                                           int32 keys,
+                                                           int32 tile) const {
         if (hides_pairs()) return {0, 0};
         return band.full_query_tiles(key, keys, tile);
     }

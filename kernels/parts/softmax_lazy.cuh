@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The online softmax with a lazy reference, in base 2. A row's exponentials are taken relative to a
-// reference that need not be its maximum: it moves only when a score exceeds it by 2^8, for sums and
-// results stay far from overflow until then. Mostly no tile but the first moves it, so the maximum
-// over lanes and the rescaling of results are rare.
+// reference that need not be its maximum: it moves only when a score exceeds it by 2^8, for sums
+// and results stay far from overflow until then. Mostly no tile but the first moves it, so the
+// maximum over lanes and the rescaling of results are rare.
 //
-// Scores come in units of the caller's: exp2(score * factor) is what is summed. `factor` is positive.
-// A fused multiply-add, score * factor - shift, is exact but for the rounding of the shift, which all
-// exponentials of a row share. That is of no account until shifts are large: then scores are
-// compared first, (score - reference) * factor, at one instruction more.
+// Scores come in units of the caller's: exp2(score * factor) is what is summed. `factor` is
+// positive. A fused multiply-add, score * factor - shift, is exact but for the rounding of the
+// shift, which all exponentials of a row share. That is of no account until shifts are large: then
+// scores are compared first, (score - reference) * factor, at one instruction more.
 #pragma once
 #include "hw/math.cuh"
 #include "parts/softmax.cuh"
@@ -68,8 +68,8 @@ struct LazyRow {
         return scale;
     }
 
-    // log(sum of exp(score)) in natural units, of which a score's unit is `unit`; -inf for a row that
-    // has seen no key. `total` is the sum over all lanes.
+    // log(sum of exp(score)) in natural units, of which a score's unit is `unit`; -inf for a row
+    // that has seen no key. `total` is the sum over all lanes.
     __device__ __forceinline__ float log_sum_exp(float total, float unit) const {
         return total == 0.0f ? -infinity<float>() : base() * unit + logf(total);
     }

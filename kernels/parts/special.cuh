@@ -36,10 +36,10 @@ __device__ __forceinline__ void clear(Tile<kRows, kCols>& tile) {
     __syncthreads();
 }
 
-// What is special in columns [col, col + 16) of b, summed over the rows that are seen, as two fragments
-// of 16 rows of sums: inf, -inf, NaN, or 0 for none. `sees(i, k)`: is row k of b seen from row
-// fragment::row_of(i)? kSigned: weights are not negative, so that inf adds inf; else it may add either,
-// or 0 * inf, and counts as NaN.
+// What is special in columns [col, col + 16) of b, summed over the rows that are seen, as two
+// fragments of 16 rows of sums: inf, -inf, NaN, or 0 for none. `sees(i, k)`: is row k of b seen
+// from row fragment::row_of(i)? kSigned: weights are not negative, so that inf adds inf; else it
+// may add either, or 0 * inf, and counts as NaN.
 //
 // What rises and what falls is counted by products of ones; a NaN counts on both sides, so that it
 // comes out as inf - inf.
@@ -58,8 +58,8 @@ __device__ __forceinline__ void sums(float (&x)[2][4],
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int at = k + i / 2 * 8 + fragment::col_of(0);
-            seen[i] = (sees(2 * (i % 2), at) ? kOne : 0u) |
-                      (sees(2 * (i % 2), at + 1) ? kOne << 16 : 0u);
+            seen[i] =
+                (sees(2 * (i % 2), at) ? kOne : 0u) | (sees(2 * (i % 2), at + 1) ? kOne << 16 : 0u);
         }
         fragment::right(words, from, b.offset(k, 0));
 #pragma unroll
@@ -106,12 +106,8 @@ __device__ __forceinline__ void add(float (&to)[kSlabs][kColumns8][4],
 // Adds that to columns [to_col, to_col + 16) of rows [row, row + 16) of a matrix, each lane to the
 // elements that fragment::write() gave it.
 template <bool kSigned, int kRows, int kCols, class Sees>
-__device__ __forceinline__ void add(const Matrix& to,
-                                    int32 row,
-                                    int32 to_col,
-                                    const Tile<kRows, kCols>& b,
-                                    int col,
-                                    Sees sees) {
+__device__ __forceinline__ void add(
+    const Matrix& to, int32 row, int32 to_col, const Tile<kRows, kCols>& b, int col, Sees sees) {
     float x[2][4];
     sums<kSigned>(x, b, col, sees);
 #pragma unroll

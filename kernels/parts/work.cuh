@@ -143,8 +143,8 @@ __device__ __forceinline__ bool work_at(const Params& p, int64 index, Work& work
     return true;
 }
 
-// Parts in an order for tiles that wait for the one before: not head by head, but tile by tile of so
-// many heads that they have kTogether parts. Tiles of a head then start one after the other.
+// Parts in an order for tiles that wait for the one before: not head by head, but tile by tile of
+// so many heads that they have kTogether parts. Tiles of a head then start one after the other.
 template <class Side, int kTile, int kTogether>
 __device__ __forceinline__ int64 interleaved(const Params& p, int64 index) {
     int64 heads = p.batch * Side::heads(p), tiles = ceil_div(Side::rows(p), kTile);
@@ -163,10 +163,8 @@ __device__ __forceinline__ int64 interleaved(const Params& p, int64 index) {
 // The place of a tile of queries of an entry among what workspace has of each: below work_parts(),
 // and different for each.
 template <int kTile>
-__device__ __forceinline__ int64 query_slot(const Params& p,
-                                            const Entry& entry,
-                                            int32 head,
-                                            int32 tile) {
+__device__ __forceinline__ int64
+query_slot(const Params& p, const Entry& entry, int32 head, int32 tile) {
     if constexpr (plan::kPacked) {
         if (p.cu_seqlens_q.at) {
             const int64 slots = p.seqlen_q / kTile + p.batch + 2;
