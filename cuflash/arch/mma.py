@@ -74,7 +74,8 @@ _BACKWARD = (
     BackwardTile(128, 32, 64, 4, 2, 2, 2, 1, 2, 1),
     BackwardTile(256, 32, 128, 8, 2, 2, 2, 2, 2, 1),
     BackwardTile(256, 32, 64, 4, 2, 2, 1, 2, 2, 1),
-    BackwardTile(256, 32, 32, 2, 2, 2, 1, 2, 2, 1),
+    BackwardTile(256, 32, 32, 2, 2, 2, 1, 2, 2, 1, without=("dropout",)),
+    BackwardTile(256, 16, 32, 2, 1, 1, 1, 2, 2, 1),
 )
 _TOGETHER = 2112  # sixteen blocks for each multiprocessor of an H100 or H200
 
