@@ -99,6 +99,11 @@ class KernelPlan(UnitPlan):
     dropout: bool = False
     packed: bool = False
 
+    @property
+    def smem_wanted(self) -> int:
+        """Shared memory that a multiprocessor must have for the plan to be worth it."""
+        return self.smem_bytes
+
     def parts(self, problem: Problem) -> int:
         """Return how many blocks the problem is cut into."""
         raise NotImplementedError
@@ -276,6 +281,10 @@ class BackwardMma(_BackwardMma):
         elements = (self.tile_kv + self.slots * self.tile_q) * cols
         elements += (2 if self.query_warps > 1 else 1) * self.tile_kv * (self.tile_q + 8)
         return elements * DTYPES[self.dtype].itemsize + self.slots * self.tile_q * 8 + 96
+
+    @property
+    def smem_wanted(self) -> int:
+        return self.blocks_per_sm * self.smem_bytes
 
     def parts(self, problem: Problem) -> int:
         return self.splits * _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)

@@ -16,7 +16,7 @@ from typing import Literal
 from .arch.mma import Mma
 from .arch.simt import Simt
 from .device import Device
-from .plan import Plan
+from .plan import KernelPlan, Plan
 from .problem import Traits
 
 __all__ = ["FAMILIES", "choose"]
@@ -40,5 +40,10 @@ def choose(direction: Literal["forward", "backward"], traits: Traits, device: De
 
 
 def _first_fit(offers: Sequence[Plan], device: Device) -> Plan | None:
-    fits = (all(kernel.smem_bytes <= device.smem_per_block for kernel in plan) for plan in offers)
-    return next((plan for plan, fit in zip(offers, fits, strict=True) if fit), None)
+    return next((plan for plan in offers if all(_fits(kernel, device) for kernel in plan)), None)
+
+
+def _fits(kernel: KernelPlan, device: Device) -> bool:
+    return (
+        kernel.smem_bytes <= device.smem_per_block and kernel.smem_wanted <= device.smem_per_sm
+    )

@@ -34,6 +34,7 @@
 #include "parts/fragment.cuh"
 #include "parts/gradient_mma.cuh"
 #include "parts/score.cuh"
+#include "parts/softmax_lazy.cuh"
 #include "parts/special.cuh"
 #include "parts/work.cuh"
 
@@ -170,8 +171,8 @@ __device__ __forceinline__ void gradients(Fragments& s,
                                           const Scores& score,
                                           int32 query,
                                           int32 key) {
-    const float unit = score.unit() * softmax::kLog2e;  // not 0, or -inf would not remain hidden
-    const float factor = score.scale < 0.0f ? -unit : unit;
+    // Not 0, or -inf would not remain hidden.
+    const float scale = score.scale < 0.0f ? -score.unit() : score.unit();
     RowStats row[2];
     Scores::Row randoms[2];
     for_each_pair(query, key, [&](int slab, int n, int i, int32 at_query, int32 at_key) {
@@ -185,11 +186,11 @@ __device__ __forceinline__ void gradients(Fragments& s,
         bool seen = true;
         if constexpr (kScored) {
             const Score at = score.at(x, at_query, at_key, !kPlain);
-            x = hw::exp2_approx(fmaf(at.value, softmax::kLog2e, -row[i % 2].lse));
+            x = hw::exp2_approx((at.value - row[i % 2].lse) * softmax::kLog2e);
             slope = at.slope;
             seen = at.seen;
         } else {
-            x = hw::exp2_approx(fmaf(x, factor, -row[i % 2].lse));
+            x = hw::exp2_approx(fmaf(x, scale, -row[i % 2].lse) * softmax::kLog2e);
             if (!kPlain) seen = x != 0.0f;
         }
         dx = score.survives(dx, randoms[i % 2], at_key) * score.kept_factor();

@@ -48,7 +48,7 @@ __device__ __forceinline__ void rows_of_tile(const Params& p, const Work& work, 
             if (at < entry.seqlen_q) {
                 const float lse = hw::load(vector(p.lse, entry, work.head).at(at));
                 if (lse != -softmax::infinity<float>()) {
-                    stats = {lse * softmax::kLog2e, sums[0][half][i]};
+                    stats = {lse, sums[0][half][i]};
                     if (p.dlse.data) {
                         stats.delta -= hw::load(vector(p.dlse, entry, work.head).at(at));
                     }

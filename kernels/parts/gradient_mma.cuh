@@ -10,14 +10,14 @@
 // A fragment of sums (fragment.cuh) lies as lanes hold it, so that a warp moves 512 bytes in a row.
 #pragma once
 #include "parts/fragment.cuh"
-#include "parts/softmax_lazy.cuh"
+#include "parts/softmax.cuh"
 #include "parts/work.cuh"
 
 constexpr int kTurnRows = plan::kTileQ * plan::kTurn;
 
-// Of a row of scores, for P = exp2(score * log2(e) - lse) and dscore = P * (dP - delta).
+// Of a row of scores, for P = exp(score - lse) and dscore = P * (dP - delta).
 struct RowStats {
-    float lse;    // times log2(e)
+    float lse;
     float delta;  // rowsum(dout * out) - dlse
 
     // A row past the end, and one that sees no key: all probabilities are 0.
