@@ -20,8 +20,8 @@ from .problem import Problem
 
 __all__ = [
     "BackwardDbiasSimt",
-    "BackwardDqMma",
     "BackwardDkdvSimt",
+    "BackwardDqMma",
     "BackwardDqSimt",
     "BackwardMma",
     "BackwardRowsMma",

@@ -2,9 +2,9 @@
 """Choose a plan: the loop over the families, written once.
 
 A family is an object with ``rejects``, ``forward`` and ``backward`` (see ``arch/``). For each step
-of a direction, a kernel or several that agree, it offers candidates, best first; the first that fits
-the device's shared memory is taken. Families are asked in order of speed, and the first that can
-serve does.
+of a direction, a kernel or several that agree, it offers candidates, best first; the first that
+fits the device's shared memory is taken. Families are asked in order of speed, and the first that
+can serve does.
 """
 
 from __future__ import annotations
@@ -44,6 +44,4 @@ def _first_fit(offers: Sequence[Plan], device: Device) -> Plan | None:
 
 
 def _fits(kernel: KernelPlan, device: Device) -> bool:
-    return (
-        kernel.smem_bytes <= device.smem_per_block and kernel.smem_wanted <= device.smem_per_sm
-    )
+    return kernel.smem_bytes <= device.smem_per_block and kernel.smem_wanted <= device.smem_per_sm

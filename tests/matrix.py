@@ -118,7 +118,9 @@ def _small_mma(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str, 
     name = f"{dtype}-mma-{tile}-{dim}x{dim_v}" + ("-options" if options else "")
     traits = Traits(DTYPES[dtype], dim, dim_v, options, 0)
     small = mma.BackwardTile(max(dim, dim_v), *_MMA_BACKWARD_TILES[tile])
-    others = [plan for plan in select.choose("backward", traits, device.CPU) if plan.family != "mma"]
+    others = [
+        plan for plan in select.choose("backward", traits, device.CPU) if plan.family != "mma"
+    ]
     backward = (*mma.backward(traits, small, frozenset(options)), *others)
     return Row(name, dtype, (forward,), backward, dim, dim_v, options)
 

@@ -6,7 +6,7 @@ Tile shapes are data; see docs/measured.md.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..device import Device
 from ..plan import BackwardDqMma, BackwardMma, BackwardRowsMma, Delta, ForwardMma, Plan
@@ -132,7 +132,9 @@ class Mma:
             ]
         ]
         extra = simt.of_options(traits)
-        return [*steps, [(Delta(traits.dtype.name),)], *extra] if extra else steps
+        if extra:
+            steps.append([(Delta(traits.dtype.name),)])
+        return steps + extra
 
 
 def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
@@ -160,22 +162,19 @@ def forward(traits: Traits, tile: _Tile, options: frozenset[str] = frozenset()) 
     )
 
 
-def backward(
-    traits: Traits, tile: BackwardTile, options: frozenset[str] = frozenset()
-) -> Plan:
+def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = frozenset()) -> Plan:
     """Return the backward plans of a tile shape."""
-    shared = dict(
+    step = 16 * tile.query_warps * tile.splits
+    shared: dict[str, Any] = dict(
         dtype=traits.dtype.name,
         tile_q=tile.tile_q,
         tile_kv=tile.tile_kv,
-        dim=padded(traits.head_dim, 16 * tile.query_warps * tile.splits),
+        dim=padded(traits.head_dim, step),
         splits=tile.splits,
         turn=tile.turn,
     )
-    copied = dict(
-        dim_v=padded(traits.head_dim_v, 16 * tile.query_warps * tile.splits),
-        aligned=traits.aligned,
-    )
+    copied: dict[str, Any] = dict(dim_v=padded(traits.head_dim_v, step), aligned=traits.aligned)
+    flags: dict[str, Any] = dict.fromkeys(options, True)
     main = BackwardMma(
         **shared,
         **copied,
@@ -185,7 +184,7 @@ def backward(
         slots=tile.slots,
         blocks_per_sm=tile.blocks_per_sm,
         together=_TOGETHER,
-        **dict.fromkeys(options, True),
+        **flags,
     )
     packed = "packed" in options
     rows = BackwardRowsMma(**shared, **copied, packed=packed)

@@ -154,7 +154,7 @@ class Simt:
 
     def backward(self, traits: Traits) -> list[list[Plan]]:
         """Return the candidates for each step of the backward, best first."""
-        kernels = [
+        kernels: list[list[Plan]] = [
             [(Delta(traits.dtype.name),)],
             _candidates(_BACKWARD_DQ, backward_dq, traits),
             _candidates(_BACKWARD_DKDV, backward_dkdv, traits),
@@ -167,9 +167,10 @@ def of_options(traits: Traits) -> list[list[Plan]]:
     name = traits.dtype.name
     kernels: list[list[Plan]] = []
     if "bias" in traits.features:
-        kernels += [_candidates(_BACKWARD_DBIAS, backward_dbias, traits), [(SumParts(name),)]]
+        kernels.append(_candidates(_BACKWARD_DBIAS, backward_dbias, traits))
+        kernels.append([(SumParts(name),)])
     if "sinks" in traits.features:
-        kernels += [[(Dsinks(name),)]]
+        kernels.append([(Dsinks(name),)])
     return kernels
 
 
