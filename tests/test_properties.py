@@ -80,8 +80,8 @@ def test_values_of_one_give_one(backend: Backend, dtype: str, causal: bool) -> N
     inputs = arrays_of(call(dtype, causal=causal, values="peaked"))
     inputs = on(backend, replace(inputs, v=np.ones_like(inputs.v)))
     out = cuflash.attention(inputs.q, inputs.k, inputs.v, causal=causal)
-    # Numerator and denominator are sums of up to 90 rounded terms, in two orders. For 16-bit products
-    # the numerator's probabilities are rounded to the dtype, and so is the quotient.
+    # Numerator and denominator are sums of up to 90 rounded terms, in two orders. In the numerator
+    # of 16-bit calls probabilities are rounded to the dtype, and so is the quotient.
     accum = DTYPES[dtype].accum
     bound = 90**0.5 * np.finfo(accum).eps
     if DTYPES[dtype].itemsize == 2:
