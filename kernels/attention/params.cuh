@@ -60,8 +60,8 @@ struct Params {
     HeadTensor sinks;   // (1, heads_q)
     HeadTensor dsinks;  // as sinks
     Offsets cu_seqlens_q, cu_seqlens_kv;
-    void* dbias_parts;    // workspace: (dbias_splits, all of dbias) of Accum
-    void* row_stats;      // workspace of the mma family, by query_slot(): parts/gradient_mma.cuh
+    void* dbias_parts;  // workspace: (dbias_splits, all of dbias) of Accum
+    void* row_stats;    // workspace of the mma family, by query_slot(): parts/gradient_mma.cuh
     void* dq_sums;
     void* dq_turns;
     const void* seed_at;  // one 64-bit integer; null: the seed is `seed`
