@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -69,3 +70,14 @@ def both(inputs: Inputs) -> tuple[Any, Any, cuflash.Gradients]:
     out, lse = forward(i.q, i.k, i.v, *cu, return_lse=True, **i.options)
     grads = backward(i.dout, i.q, i.k, i.v, out, lse, *cu, dlse=i.dlse, **i.options)
     return out, lse, grads
+
+
+def workspace_bytes(call: Any, xp: Any) -> int:
+    """Return how much workspace `call(workspace=...)` asks for, from what its error says."""
+    try:
+        call(workspace=xp.empty(0, "uint8"))
+    except ValueError as error:
+        found = re.search(r"at least (\d+) uint8", str(error))
+        assert found, error
+        return int(found[1])
+    raise AssertionError("no workspace is needed")
