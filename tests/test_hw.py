@@ -84,7 +84,7 @@ FAMILIES = {
         } else {
             hw::named_barrier_sync(1, 64);
         }
-        n[threadIdx.x] = hw::max3(n[0], n[1], n[2]) + bits[0] + static_cast<int>(r[2]);
+        n[threadIdx.x] = hw::max3(hw::forget(n[0]), n[1], n[2]) + bits[0] + static_cast<int>(r[2]);
         """,
     ),
     "sync, sm_90": Family(
@@ -160,7 +160,7 @@ FAMILIES = {
         __syncwarp();
         unsigned int r1[1], r2[2], r4[4];
         const unsigned int* row = x + 4 * (threadIdx.x % 32);
-        hw::ldmatrix(r1, row);
+        hw::ldmatrix(r1, row, 16);
         n[0] = r1[0];
         hw::ldmatrix<true>(r1, row);
         n[1] = r1[0];
