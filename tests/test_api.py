@@ -683,23 +683,24 @@ def test_packed_results_go_where_they_are_wanted(backend: Backend) -> None:
     same(backend, [some.dk, some.dbias], [want.dk, want.dbias])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("cu", [[0], [5], [0, 0], [4, 4, 4], [0, 9], [2, 7]], ids=str)
-def test_packed_calls_of_few_entries(backend: Backend, cu: list[int]) -> None:
-    x = normal(backend, 0, (9, 2, 8))
-    offsets = np.array(cu, np.int32)
+def test_packed_calls_of_few_entries(backend: Backend, cu: list[int], dtype: str) -> None:
+    x = normal(backend, 0, (9, 2, 8), dtype)
+    offsets, entries = np.array(cu, np.int32), len(cu) - 1
     inputs = Inputs(
-        *(x, x, x, normal(backend, 1, x.shape), normal(backend, 2, (2, 9))),
+        *(x, x, x, normal(backend, 1, x.shape, dtype), normal(backend, 2, (2, 9))),
         bias=normal(backend, 3, (1, 2, 9, 1)),
-        sinks=normal(backend, 4, (2,)),
+        mask=normal(backend, 4, (entries, 1, 9, 9)) > -1,
+        alibi_slopes=abs(normal(backend, 5, (entries, 2))),
+        sinks=normal(backend, 6, (2,)),
         cu_seqlens_q=offsets,
         cu_seqlens_k=offsets,
     )
     out, lse = cuflash.attention_varlen(
         x, x, x, offsets, offsets, return_lse=True, **inputs.options
     )
-    to = tuple(
-        backend.xp.full(y.shape, np.nan, np.float32) for y in (x, x, x, inputs.bias, inputs.sinks)
-    )
+    to = tuple(backend.xp.full_like(y, np.nan) for y in (x, x, x, inputs.bias, inputs.sinks))
     grads = cuflash.attention_varlen_backward(
         *(inputs.dout, x, x, x, out, lse, offsets, offsets),
         **dict(dlse=inputs.dlse, out=to, **inputs.options),

@@ -444,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
     for (int64 index = blockIdx.x; index < work_parts<Keys, plan::kTileKv>(p) * plan::kSplits;) {
         const int64 part =
             interleaved<Keys, plan::kTileKv, plan::kTogether>(p, index / plan::kSplits);
-        Work work = {};
+        Work work = {slack(Keys(), 0, 0), 0, 0};  // nothing, if there is nothing to do
         const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
         if (threadIdx.x == 0) {
             const Scores score = Scores::of(p, work.entry, 0);

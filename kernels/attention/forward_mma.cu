@@ -275,14 +275,15 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         gK.skip(plan::kTileKv);
         gV.skip(plan::kTileKv);
     };
-    if (keys.first < keys.last) {
+    const bool any = keys.first < keys.last;
+    if (any) {
         gK.skip(keys.first * plan::kTileKv);
         gV.skip(keys.first * plan::kTileKv);
         fragment::copy<plan::kAligned, plan::kThreads>(smem.q, gQ, first_query);
         copy_next(0);
     }
     hw::cp_async_commit();
-    if (!kScored && score.scale < 0.0f) {  // scores are in units of |scale|
+    if (any && !kScored && score.scale < 0.0f) {  // scores are in units of |scale|
         hw::cp_async_wait<0>();
         __syncthreads();
         fragment::negate<plan::kThreads>(smem.q);
