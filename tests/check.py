@@ -286,10 +286,10 @@ def _copies(inputs: Inputs) -> int:
     given = [x for x in map(host, (inputs.q, inputs.k, inputs.v)) if x.size]
     rows = min((x.size // x.shape[-1] for x in given), default=1000)
     elements = min((x.size for x in given), default=4000)
-    # In 16 bits the roundings of single elements are larger, and there are many of those, but not
-    # in sums.
-    few = inputs.dtype.itemsize > 2 or inputs.bias is not None or inputs.sinks is not None
-    return 1 + min(max(500 // rows, 4000 // elements), 15) * few
+    # In 16 bits the roundings of single elements are larger than what a row shares, and few rows
+    # have many of those; but not in sums.
+    shared = inputs.dtype.itemsize > 2 or inputs.bias is not None or inputs.sinks is not None
+    return 1 + min(max(500 // rows * shared, 4000 // elements), 15)
 
 
 def _dense_calls(inputs: Inputs, copies: int) -> Iterator[_Dense]:
