@@ -17,6 +17,9 @@ __all__ = ["BackwardTile", "Mma"]
 
 _MAX_HEAD_DIM = 256
 
+# What takes registers beyond the plain call's. "strides": rows that cannot be copied by vectors.
+_OPTIONS = (*FEATURES, "strides")
+
 
 class _Tile(NamedTuple):
     """A tile shape, for head sizes (the larger of the two) up to `head_dim`."""
@@ -26,7 +29,7 @@ class _Tile(NamedTuple):
     tile_kv: int
     warps: int
     blocks_per_sm: int
-    options: tuple[int, int] = (0, len(FEATURES))  # how many options it serves, from and to
+    options: tuple[int, int] = (0, len(_OPTIONS))  # how many of these it serves, from and to
 
 
 # Where several rows serve a head size, the first that fits the shared memory is taken.
@@ -45,7 +48,7 @@ _FORWARD = (
     _Tile(192, 64, 32, 4, 1),
     _Tile(256, 128, 48, 8, 1, options=(0, 1)),
     _Tile(256, 64, 48, 4, 1, options=(0, 1)),
-    _Tile(256, 64, 32, 4, 1),
+    _Tile(256, 64, 32, 4, 1, options=(0, len(FEATURES))),
     _Tile(256, 64, 16, 4, 1),
 )
 
@@ -63,13 +66,15 @@ class BackwardTile(NamedTuple):
     splits: int
     turn: int
     blocks_per_sm: int
-    without: tuple[str, ...] = ()  # options that it has no registers for
+    without: tuple[str, ...] = ()  # what it has no registers for, of _OPTIONS
 
 
 _BACKWARD = (
-    BackwardTile(64, 32, 128, 4, 1, 1, 2, 1, 4, 2, without=("softcap", "bias", "mask", "dropout")),
+    BackwardTile(
+        64, 32, 128, 4, 1, 1, 2, 1, 4, 2, without=("strides", "softcap", "bias", "mask", "dropout")
+    ),
     BackwardTile(64, 32, 128, 8, 2, 2, 2, 1, 4, 1),
-    BackwardTile(128, 64, 128, 8, 2, 4, 2, 1, 2, 1, without=("dropout",)),
+    BackwardTile(128, 64, 128, 8, 2, 4, 2, 1, 2, 1, without=("strides", "dropout")),
     BackwardTile(128, 32, 128, 8, 2, 2, 2, 1, 2, 1),
     BackwardTile(128, 32, 64, 4, 2, 2, 2, 1, 2, 1),
     BackwardTile(256, 32, 128, 8, 2, 2, 2, 2, 2, 1),
@@ -111,11 +116,12 @@ class Mma:
         options = compiled_for(traits.features)
         need = max(traits.head_dim, traits.head_dim_v)
         size = min(row.head_dim for row in _FORWARD if row.head_dim >= need)
+        wants = len(_wanted(traits, options))
         return [
             [
                 (forward(traits, row, options),)
                 for row in _FORWARD
-                if row.head_dim == size and row.options[0] <= len(options) <= row.options[1]
+                if row.head_dim == size and row.options[0] <= wants <= row.options[1]
             ]
         ]
 
@@ -124,11 +130,12 @@ class Mma:
         options = compiled_for(traits.features)
         need = max(traits.head_dim, traits.head_dim_v)
         size = min(row.head_dim for row in _BACKWARD if row.head_dim >= need)
+        wants = _wanted(traits, options)
         steps: list[list[Plan]] = [
             [
                 backward(traits, row, options)
                 for row in _BACKWARD
-                if row.head_dim == size and options.isdisjoint(row.without)
+                if row.head_dim == size and wants.isdisjoint(row.without)
             ]
         ]
         extra = simt.of_options(traits)
@@ -140,6 +147,11 @@ class Mma:
 def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
     """Return the set of options whose kernel serves a call with these ones."""
     return next(options for options in FEATURE_SETS if options.issuperset(features))
+
+
+def _wanted(traits: Traits, options: frozenset[str]) -> frozenset[str]:
+    """Return which of `_OPTIONS` a kernel needs registers for."""
+    return options if traits.aligned else options | {"strides"}
 
 
 def padded(head_dim: int, step: int = 16) -> int:
