@@ -66,8 +66,8 @@ def backward(
 
 def workspace_bytes(problem: Problem, inputs: Arrays, results: dict[str, View]) -> int:
     """Return how much scratch memory a backward call takes."""
-    steps = _steps("backward", problem.traits, inputs.device)
-    return _scratch([plan for plan, _ in steps if _runs(plan, results)], problem)[1]
+    views = _views(inputs, results, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
+    return _recipe_of("backward", problem, inputs, results, views).scratch_bytes
 
 
 def _runs(plan: KernelPlan, results: Container[str]) -> bool:
@@ -145,6 +145,31 @@ def _stream() -> Any:
     return sys.modules["cupy"].cuda.get_current_stream()
 
 
+def _views(
+    i: Arrays, results: Mapping[str, View | None], cu_q: View | None, cu_kv: View | None
+) -> tuple[View | None, ...]:
+    """Return the operands in their order, without those that lie in workspace."""
+    get = results.get
+    return (
+        *(i.q, i.k, i.v, get("out", i.out), i.dout),
+        *(get("dq"), get("dk"), get("dv"), get("lse", i.lse), i.dlse, None),
+        *(i.bias, get("dbias"), i.mask, i.slopes, i.sinks, get("dsinks")),
+        *(cu_q, cu_kv, None, None, None, None, i.seed),
+    )
+
+
+def _recipe_of(
+    direction: Literal["forward", "backward"],
+    problem: Problem,
+    inputs: Arrays,
+    results: Mapping[str, View | None],
+    views: tuple[View | None, ...],
+) -> _Recipe:
+    kind = problem._replace(seed=0) if problem.seed else problem
+    forms = [None if x is None else x.form for x in views]
+    return _recipe(direction, kind, inputs.layout, inputs.device, tuple(results), *forms)
+
+
 def _run(
     direction: Literal["forward", "backward"],
     problem: Problem,
@@ -152,19 +177,12 @@ def _run(
     results: Mapping[str, View | None],
     workspace: View | None,
 ) -> None:
-    i, get = inputs, results.get
+    i = inputs
     cu_q, cu_kv = i.cu_seqlens_q, i.cu_seqlens_kv
     if cu_q is not None and cu_kv is not None and i.device is not None:
         cu_q, cu_kv = _on_device(cu_q), _on_device(cu_kv)
-    views = (  # in the order of Operands; what lies in workspace comes below
-        *(i.q, i.k, i.v, get("out", i.out), i.dout),
-        *(get("dq"), get("dk"), get("dv"), get("lse", i.lse), i.dlse, None),
-        *(i.bias, get("dbias"), i.mask, i.slopes, i.sinks, get("dsinks")),
-        *(cu_q, cu_kv, None, None, None, None, i.seed),
-    )
-    kind = problem._replace(seed=0) if problem.seed else problem
-    forms = [None if x is None else x.form for x in views]
-    recipe = _recipe(direction, kind, i.layout, i.device, tuple(results), *forms)
+    views = _views(i, results, cu_q, cu_kv)
+    recipe = _recipe_of(direction, problem, i, results, views)
     stream = None if i.device is None else _stream()
     owner, start, size = workspace, 0, recipe.scratch_bytes
     if workspace is not None:
@@ -188,7 +206,9 @@ def _run(
             for name, x in zip(Operands._fields, views, strict=True)
             if x is not None
         ]
-        if size:
+        if workspace is not None:
+            buffers.append(("workspace", *arrays.extent(workspace), True))
+        elif size:
             buffers.append(("workspace", start, start + size, True))
         call: tuple[Any, ...] = room.bytes.raw, buffers, host_seed()
     else:

@@ -224,6 +224,24 @@ def test_old_memory_does_not_matter(backend: Backend, dtype: str) -> None:
     same(backend, results[2], results[0])
 
 
+@pytest.mark.parametrize("apart", [1, 2], ids=["rows", "every other column"])
+@pytest.mark.parametrize("head_dim", [5, 16, 70])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_workspace_asked_for_is_enough(
+    backend: Backend, dtype: str, head_dim: int, apart: int
+) -> None:
+    """Which kernels run depends on strides, and what they need on the kernels."""
+    shape = (1, 40, 1, apart * head_dim)
+    q, k, v, dout = (normal(backend, i, shape, DTYPES[dtype])[..., ::apart] for i in range(4))
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    call = partial(cuflash.attention_backward, dout, q, k, v, out, lse)
+    size = workspace_bytes(call, backend.xp)
+    room = backend.xp.full(size + 8192, 7, np.uint8)
+    got = call(workspace=room[4096 : 4096 + size])
+    assert (room[:4096] == 7).all() and (room[4096 + size :] == 7).all()
+    same(backend, got, call())
+
+
 def test_errors_leave_destinations_as_they_were(backend: Backend) -> None:
     inputs = example(backend)
     out, lse = forward(inputs)
