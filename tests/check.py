@@ -3,12 +3,13 @@
 
 The allowance is measured, not chosen. `careful` computes the plain formula in the way any careful
 kernel of the dtype has to: the inputs as given, products accumulated in float32 (float64 for
-float64), P and dS rounded to the dtype before they enter the second products, delta from the
-rounded output, P in the backward from the stored lse, results rounded once. Twice its largest
-error, plus one unit in the last place of the largest value, is allowed. lse is never rounded to the
-dtype; it has a fixed bound, or twice the largest error if that is more. Errors of float64 are taken
-against the reference in extended precision: the reference in float64 would be as far from the truth
-as the kernel.
+float64), P and dS rounded to the dtype before they enter the second products (P before dropout, and
+in the forward relative to a score that need not be the largest, as in a lazy online softmax), delta
+from the rounded output, P in the backward from the stored lse, results rounded once. Twice its
+largest error, plus one unit in the last place of the largest value, is allowed. lse is never
+rounded to the dtype; it has a fixed bound, or twice the largest error if that is more. Errors of
+float64 are taken against the reference in extended precision: the reference in float64 would be as
+far from the truth as the kernel.
 
 For float32 and float64 the order of a sum is what its error comes from, so there sums run in order,
 one term after another, as in a kernel: BLAS sums in blocks and NumPy in pairs, which at 4000 keys
@@ -47,6 +48,8 @@ from cuflash.reference_arguments import (
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 SUMS = ("dbias", "dsinks")
+
+_HEADROOM = 8 * math.log(2)  # of scores above a reference that need not be the largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,12 +376,16 @@ def careful(call: _Dense, dtype: np.dtype, backward: bool) -> dict[str, np.ndarr
     x = np.where(visible, x, -np.inf)
     sink = accum.type(-np.inf) if o.sinks is None else o.sinks.astype(accum)[:, None, None]
     m = np.maximum(x.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    if dtype.itemsize == 2:  # a lazy softmax rounds relative to the sink or an early score
+        early = x[..., : sk // 2].max(axis=-1, keepdims=True, initial=-np.inf)
+        early = np.where(np.isfinite(sink), sink, early)
+        m = np.where(m - early < _HEADROOM, early, m)
     m = np.where(np.isfinite(m), m, zero)
     e = np.exp(x - m)
     total = sum_visible(e, np.ones_like(k[..., :1]), visible) + np.exp(sink - m)
     inverse = np.where(total == 0, zero, 1 / total)
     drop = np.asarray(reference._drop(x.shape, o)).astype(accum)
-    out = rounded(sum_visible(rounded(e * drop), v, visible) * inverse)
+    out = rounded(sum_visible(rounded(e) * drop, v, visible) * inverse)
     lse = m + np.log(total)
     results = {"out": out, "lse": lse[..., 0]}
 
@@ -396,7 +403,7 @@ def careful(call: _Dense, dtype: np.dtype, backward: bool) -> dict[str, np.ndarr
 
         seen_by = by_key_head(visible).mT
         dk = sum_visible(by_key_head(ds).mT, by_key_head(q), seen_by)
-        dv = sum_visible(by_key_head(rounded(p * drop)).mT, by_key_head(dout), seen_by)
+        dv = sum_visible(by_key_head(rounded(p) * drop).mT, by_key_head(dout), seen_by)
         results["dq"] = rounded(sum_visible(ds, k, visible) * scale)
         results["dk"], results["dv"] = rounded(dk * scale), rounded(dv)
         results["dbias"] = dx
