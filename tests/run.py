@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +14,13 @@ from unittest import mock
 from check import Inputs
 
 import cuflash
-from cuflash import compile, device, launch
+from cuflash import compile, device, host, launch
 from cuflash.plan import Plan
 from cuflash.problem import Traits
 
 
 @contextlib.contextmanager
-def using(forward: Plan, backward: Plan) -> Iterator[None]:
+def using(forward_plan: Plan, backward_plan: Plan) -> Iterator[None]:
     """Let every call run these plans instead of those that `select` would choose.
 
     How arrays are copied is decided by the call's strides all the same.
@@ -31,7 +32,7 @@ def using(forward: Plan, backward: Plan) -> Iterator[None]:
             dataclasses.replace(kernel, aligned=traits.aligned)
             if hasattr(kernel, "aligned")
             else kernel
-            for kernel in (forward if direction == "forward" else backward)
+            for kernel in (forward_plan if direction == "forward" else backward_plan)
         ]
         return [(kernel, compile.kernel(kernel, where, index)) for kernel in plan]
 
@@ -51,10 +52,23 @@ def stepping(steps: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def schedule(seed: int) -> Iterator[None]:
-    """Run the threads of the CPU back end in the order that belongs to a seed."""
-    with mock.patch.object(launch, "host_seed", lambda: seed):
-        yield
+def schedule(seed: int, blocks: int = 0) -> Iterator[None]:
+    """Run the threads of the CPU back end in the order that belongs to a seed.
+
+    `blocks` is the most that a kernel is launched with, so that one computes several parts; 0: as
+    many as ever. Few blocks are alive all at once, since one may wait for another's next part.
+    """
+    run = functools.partialmethod(host.HostKernel.launch, resident=blocks)
+    launch._recipe.cache_clear()
+    with (
+        mock.patch.object(launch, "host_seed", lambda: seed),
+        mock.patch.object(launch, "_MAX_BLOCKS", blocks or launch._MAX_BLOCKS),
+        mock.patch.object(host.HostKernel, "launch", run),
+    ):
+        try:
+            yield
+        finally:
+            launch._recipe.cache_clear()
 
 
 def on(backend: Any, inputs: Inputs) -> Inputs:
@@ -62,14 +76,24 @@ def on(backend: Any, inputs: Inputs) -> Inputs:
     return inputs.moved(backend.array)
 
 
-def both(inputs: Inputs) -> tuple[Any, Any, cuflash.Gradients]:
-    """Return out, lse and the gradients of a call, packed or not."""
+def forward(inputs: Inputs) -> tuple[Any, Any]:
+    """Return out and lse of a call, packed or not."""
     i, cu = inputs, inputs.cu_seqlens
-    forward = cuflash.attention_varlen if cu else cuflash.attention
-    backward = cuflash.attention_varlen_backward if cu else cuflash.attention_backward
-    out, lse = forward(i.q, i.k, i.v, *cu, return_lse=True, **i.options)
-    grads = backward(i.dout, i.q, i.k, i.v, out, lse, *cu, dlse=i.dlse, **i.options)
-    return out, lse, grads
+    call = cuflash.attention_varlen if cu else cuflash.attention
+    return call(i.q, i.k, i.v, *cu, return_lse=True, **i.options)
+
+
+def backward(inputs: Inputs, out: Any, lse: Any) -> cuflash.Gradients:
+    """Return the gradients of a call, packed or not."""
+    i, cu = inputs, inputs.cu_seqlens
+    call = cuflash.attention_varlen_backward if cu else cuflash.attention_backward
+    return call(i.dout, i.q, i.k, i.v, out, lse, *cu, dlse=i.dlse, **i.options)
+
+
+def both(inputs: Inputs) -> tuple[Any, Any, cuflash.Gradients]:
+    """Return out, lse and the gradients of a call."""
+    out, lse = forward(inputs)
+    return out, lse, backward(inputs, out, lse)
 
 
 def workspace_bytes(call: Any, xp: Any) -> int:
