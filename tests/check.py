@@ -364,7 +364,10 @@ def careful(call: _Dense, dtype: np.dtype, backward: bool) -> dict[str, np.ndarr
     visible = reference._visible((batch, heads, sq, sk), o)
     everything = np.broadcast_to(True, (batch, heads, sq, max(q.shape[-1], v.shape[-1])))
 
-    x, slope = sum_visible(q, k.mT, everything) * scale, accum.type(1)
+    def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a @ b if dtype.itemsize == 2 else _sum_in_order(a, b, everything)
+
+    x, slope = product(q, k.mT) * scale, accum.type(1)
     if o.softcap:
         t = np.tanh(x / accum.type(o.softcap))
         x, slope = accum.type(o.softcap) * t, 1 - t * t
@@ -393,7 +396,7 @@ def careful(call: _Dense, dtype: np.dtype, backward: bool) -> dict[str, np.ndarr
         dout, seen = call.dout.astype(accum), total != 0
         p = np.where(visible & seen, np.exp(x - np.where(seen, lse, 0)), zero)
         delta = np.where(visible.any(-1)[..., None], np.cumsum(dout * out, -1)[..., -1:], zero)
-        dp = sum_visible(dout, v.mT, everything) * drop
+        dp = product(dout, v.mT) * drop
         dx = np.where(visible, p * (dp - delta + dlse[..., None]), zero)
         ds = rounded(np.where(visible, dx * slope, zero))
 

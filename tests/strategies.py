@@ -6,6 +6,7 @@ A `Case` is a small record; its repr is the repro. `arrays_of` turns it into arr
 
 from __future__ import annotations
 
+import random
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from matrix import Row
 
 VIEWS = ("contiguous", "heads first", "inside", "reversed", "every other", "shared heads", "offset")
-VALUES = ("normal", "positive mean", "peaked", "large", "poison")
+WHOLE_VIEWS = ("contiguous", "heads first", "shared heads")  # that keep rows as aligned as they are
+VALUES = ("normal", "positive mean", "peaked", "large", "growing", "far", "poison")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Case:
     schedule: int  # of the CPU back end
     options: tuple[str, ...] = ()  # of problem.FEATURES; their arrays follow from `seed`
     entries: int = 1  # of packed sequences
+    blocks: int = 0  # the most that a kernel is launched with; 0: as many as ever
 
     def tiles(self, tile_q: int, tile_kv: int) -> str:
         """Say whether rows and keys span more than one tile each, in some entry."""
@@ -52,47 +55,74 @@ class Case:
         return f"{'n' if rows > tile_q else '1'}x{'n' if keys > tile_kv else '1'}"
 
 
-def lengths(tile: int) -> st.SearchStrategy[int]:
-    """Lengths around the edges of tiles, up to about four of them; mostly more than one."""
-    edges = [0, 1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile, 2 * tile + 1]
-    several = st.integers(tile + 1, 4 * tile if tile <= 32 else 2 * tile + 20)
-    return several | several | st.sampled_from(edges) | st.integers(1, 2 * tile)
+def _length(rng: random.Random, tile: int) -> int:
+    """Return a length of some tiles, or at the edge of one; mostly more than one."""
+    edges = (0, 1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile, 2 * tile + 1)
+    several = rng.randint(tile + 1, 2 * tile + (64 if tile <= 32 else 20))
+    return rng.choice([several, several, rng.choice(edges), rng.randint(1, 2 * tile)])
 
 
-@st.composite
-def cases(draw: st.DrawFn, row: Row) -> Case:
-    """Draw a call that the plans of `row` can serve."""
+def _size(rng: random.Random, largest: int, piece: int) -> int:
+    """Return a head size in whole pieces; often the largest."""
+    return rng.choice([largest, rng.randint(1, largest // piece) * piece])
+
+
+def _side(rng: random.Random, seqlen_q: int, seqlen_kv: int, tile_kv: int) -> int:
+    """Return a side of a window: narrow, or with its edge at some pair."""
+    position = rng.randrange(max(seqlen_q, 1)) + seqlen_kv - seqlen_q
+    distance = abs(position - rng.randrange(max(seqlen_kv, 1)))
+    return rng.choice([rng.randint(0, tile_kv), distance, distance])
+
+
+def cases(row: Row) -> st.SearchStrategy[Case]:
+    """Draw a call that the plans of `row` can serve.
+
+    All of it follows from one number. Of what is drawn field by field hypothesis copies one field
+    over another, once it has ten examples, and most that come then differ little from those.
+    """
+    return st.integers(0, 2**24 - 1).map(lambda number: case_of(row, number))
+
+
+def case_of(row: Row, number: int) -> Case:
+    """Return the call with a number."""
+    rng = random.Random(f"{row.name} {number}")
     tile_q, tile_kv = row.tile
-    seqlen_q, seqlen_kv = draw(lengths(tile_q)), draw(lengths(tile_kv))
-    sizes = st.integers(1, row.head_dim) | st.just(row.head_dim)
-    sizes_v = st.integers(1, row.head_dim_v) | st.just(row.head_dim_v)
-    # By the bits of one number: hypothesis would change a set, once drawn, only a little.
-    chosen = draw(st.integers(0, 2 ** len(row.options) - 1))
-    options = [name for bit, name in enumerate(row.options) if chosen >> bit & 1]
+    seqlen_q, seqlen_kv = _length(rng, tile_q), _length(rng, tile_kv)
+    options = [name for name in row.options if rng.random() < 0.5]
     packed = "packed" in options
     if packed:  # so that entries span several tiles too
-        seqlen_q, seqlen_kv = seqlen_q + draw(lengths(tile_q)), seqlen_kv + draw(lengths(tile_kv))
-    side = st.just(-1) | st.integers(0, max(seqlen_kv, 1)) | st.integers(0, tile_kv)
+        seqlen_q, seqlen_kv = seqlen_q + _length(rng, tile_q), seqlen_kv + _length(rng, tile_kv)
+    # Elements that can be moved at once. 4 take a compilation of their own, for small plans only.
+    piece = rng.choice([1, 8] if "shipped" in row.name else [1, 4, 8])
+    views = VIEWS if piece == 1 else WHOLE_VIEWS
+    more = ["poison"] * 5 + ["growing", "far", "far"] * (not options)
+    values = rng.choice([*VALUES, *more])
+    sides = [_side(rng, seqlen_q, seqlen_kv, tile_kv) for _ in range(2)]
+    window = rng.choice(
+        [(-1, -1), (-1, -1), (sides[0], -1), (sides[0], -1), (-1, sides[1]), tuple(sides)]
+    )
+    far = values == "far"  # exact scores, in tiles that hide nothing
     return Case(
         dtype=row.dtype,
-        batch=None if packed else draw(st.sampled_from([None, 1, 2])),
-        heads_kv=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, 3)),
+        batch=None if packed else rng.choice([None, 1, 2]),
+        heads_kv=rng.randint(1, 2),
+        group=rng.randint(1, 3),
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        head_dim=draw(sizes),
-        head_dim_v=draw(sizes_v),
-        causal=draw(st.booleans()),
-        window=draw(st.just((-1, -1)) | st.tuples(side, side)),
-        scale=draw(st.none() | st.sampled_from([0.3, -0.2, 1.0])),
-        layout=draw(st.sampled_from(["bshd", "bhsd"])),
-        views=draw(st.tuples(*[st.just("contiguous") | st.sampled_from(VIEWS)] * 4)),
-        values=draw(st.sampled_from((*VALUES, *["poison"] * 3) if options else VALUES)),
-        with_dlse=draw(st.booleans()),
-        seed=draw(st.integers(0, 10**6)),
-        schedule=draw(st.integers(0, 6)),
+        head_dim=_size(rng, row.head_dim, piece),
+        head_dim_v=_size(rng, row.head_dim_v, piece),
+        causal=rng.random() < (0.2 if far else 0.5),
+        window=(-1, -1) if far else window,
+        scale=rng.choice([1.0, -0.5] if far else [None, None, None, 0.3, -0.2, 1.0]),
+        layout=rng.choice(["bshd", "bhsd"]),
+        views=tuple(rng.choice(["contiguous", rng.choice(views)]) for _ in range(4)),
+        values=values,
+        with_dlse=rng.random() < 0.5,
+        seed=rng.randrange(10**6),
+        schedule=rng.randint(0, 6),
         options=tuple(options),
-        entries=draw(st.sampled_from([1, 2, 2, 3, 4, 0])) if packed else 1,
+        entries=rng.choice([1, 2, 2, 3, 4, 0]) if packed else 1,
+        blocks=rng.choice([0, 0, 1, 3]),
     )
 
 
@@ -123,9 +153,9 @@ def arrays_of(case: Case) -> Inputs:
     """Return the arrays of a case, as NumPy arrays."""
     c, rng = case, np.random.default_rng(case.seed)
     heads_q = c.heads_kv * c.group
-    q = _array(c, rng, c.views[0], c.seqlen_q, heads_q, c.head_dim)
-    k = _array(c, rng, c.views[1], c.seqlen_kv, c.heads_kv, c.head_dim)
-    v = _array(c, rng, c.views[2], c.seqlen_kv, c.heads_kv, c.head_dim_v)
+    q = _array(c, rng, c.views[0], c.seqlen_q, heads_q, c.head_dim, "q")
+    k = _array(c, rng, c.views[1], c.seqlen_kv, c.heads_kv, c.head_dim, "k")
+    v = _array(c, rng, c.views[2], c.seqlen_kv, c.heads_kv, c.head_dim_v, "v")
     dout = _array(c, rng, c.views[3], c.seqlen_q, heads_q, c.head_dim_v)
     given = _options_of(c)
     if c.values == "poison":
@@ -195,9 +225,12 @@ def _pair_view(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
 
 
 def _array(
-    c: Case, rng: np.random.Generator, view: str, seq: int, heads: int, dim: int
+    c: Case, rng: np.random.Generator, view: str, seq: int, heads: int, dim: int, factor: str = ""
 ) -> np.ndarray:
-    """Return values in a view of the given kind, with the axes of the case's layout."""
+    """Return values in a view of the given kind, with the axes of the case's layout.
+
+    `factor`: "q", "k" or "v", where that matters.
+    """
     batch = 1 if c.batch is None else c.batch
     x = rng.standard_normal((batch, seq, heads, dim))
     if c.values == "positive mean":
@@ -206,6 +239,20 @@ def _array(
         x *= 3
     elif c.values == "large":
         x *= 8 if c.dtype == "float16" else 30  # whose gradients would overflow
+    elif c.values == "growing" and factor in ("q", "k"):  # so do maxima, from tile to tile
+        x = np.abs(x)
+        if factor == "k":
+            x *= np.linspace(0, rng.choice([2, 10, 40]), seq)[:, None, None]
+    elif c.values == "far" and factor:  # scores differ little, and are exact, far away from 0
+        x = np.rint(x / 2)
+        if factor == "q":
+            x[..., 0] = 512 if (c.scale or 1) > 0 else -512
+            if rng.random() < 0.3:
+                x[..., 0] *= rng.choice([-1, 1], x.shape[:-1])
+        elif factor == "k":
+            x[..., 0] = 4096
+        else:  # what a tile weighs shows
+            x = x / 4 + np.linspace(-1, 1, seq)[:, None, None]
     if view == "shared heads":
         x[:] = x[:, :, :1]
     x = x.astype(numpy_dtype(c.dtype))
@@ -263,7 +310,7 @@ def _poison(
     dout: np.ndarray,
     given: dict[str, Any],
 ) -> None:
-    """Put NaN and infinities where nobody looks, and one NaN where some do."""
+    """Put NaN and infinities where nobody looks, and into two arrays where some do."""
     axis = -3 if c.layout == "bshd" else -2  # of the sequence
     if "packed" in c.options:
         for x, at in ((q, 0), (k, 1), (v, 1), (dout, 0)):
@@ -290,6 +337,29 @@ def _poison(
     ):
         if x.flags.writeable:  # not a broadcast view
             np.moveaxis(x, axis, 0)[rows] = what
-    some = np.flatnonzero(seen.any(axis=0) & ~seen.all(axis=0))
-    if some.size and v.flags.writeable:
-        np.moveaxis(v, axis, 0)[rng.choice(some)] = np.nan
+
+    def some(seen: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Return two rows of `x` that some look at and others do not."""
+        partly = np.flatnonzero(seen.any(axis=1) & ~seen.all(axis=1))
+        return rng.permutation(partly if x.flags.writeable else partly[:0])[:2]
+
+    victims = rng.choice(["v dout", "k", "q", "k q"]).split()
+    if "v" in victims:
+        # Infinities only where no probability is 0, or rounded to it: 0 * inf is NaN.
+        finite = c.scale is None and not {"alibi", "dropout"} & set(c.options)
+        kinds = (np.nan, np.inf, -np.inf, 1) if finite else (np.nan,)
+        for x, chosen in ((v, some(seen.T, v)), (dout, some(seen, dout))):
+            if chosen.size:
+                rows = np.moveaxis(x, axis, 0)
+                rows[chosen] = rng.choice(kinds, rows[chosen].shape)
+        return
+    # Scores of -inf: a factor that is infinite in one column, but has no weight.
+    for name, x, other, col, chosen in (
+        ("k", k, q, -1, some(seen.T, k)),
+        ("q", q, k, 0, some(seen, q)),
+    ):
+        apart = c.head_dim > 1 or len(victims) == 1  # columns
+        if name in victims and chosen.size and other.flags.writeable and apart:
+            finite = np.isfinite(other[..., col])
+            other[..., col] = np.where(finite, np.abs(other[..., col]) + 1, other[..., col])
+            np.moveaxis(x, axis, 0)[chosen, ..., col] = -np.inf * (c.scale or 1.0)

@@ -19,7 +19,7 @@ EXAMPLES = 24
 def examine(backend: Backend, row: Row, data: st.DataObject) -> None:
     case = data.draw(cases(row))
     inputs = arrays_of(case)
-    with using(row.forward, row.backward), schedule(case.schedule):
+    with using(row.forward, row.backward), schedule(case.schedule, case.blocks):
         out, lse, grads = both(on(backend, inputs))
     check_forward(out, lse, inputs)
     check_backward(grads, inputs)
