@@ -2,22 +2,22 @@
 """A test of the tests: faults planted in the shipped kernels must all be found.
 
 Each mutant is a copy of ``kernels/`` with one text replaced. The property test of
-test_attention.py, with the examples that CI gives it and a plan or two, must fail on it.
+test_attention.py, with as many examples as CI gives it and a plan or a few, must fail on it.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from check import check_backward, check_forward
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from matrix import OPTION_ROWS, ROWS, Row
-from run import both, schedule, using
+from run import backward, forward, schedule, using
 from strategies import arrays_of, cases
 from test_attention import EXAMPLES
 
@@ -34,13 +34,25 @@ class Mutant(NamedTuple):
     new: str
     occurrence: int = 0
     options: bool = False  # it takes a call with options to find it
+    kernels: str = "simt"  # "mma forward", "mma backward": those that it is looked for in
+    by: str = "values"  # what gives it away: also "races", where values seldom do, or "bits"
+    row: str = ""  # part of the names of the rows that can show it
 
 
 _FORWARD = "attention/forward_simt.cu"
+_MMA = "attention/forward_mma.cu"
+_ROWS = "attention/backward_rows_mma.cu"
+_GRADIENTS = "attention/backward_mma.cu"
+_DQ_MMA = "attention/backward_dq_mma.cu"
+_FRAGMENT = "parts/fragment.cuh"
+_SPECIAL = "parts/special.cuh"
+_LAZY = "parts/softmax_lazy.cuh"
+_COPY = "if (tile + 1 < keys.last) copy_next(slot ^ 1);"
 _DQ = "attention/backward_dq_simt.cu"
 _DKDV = "attention/backward_dkdv_simt.cu"
 _DBIAS = "attention/backward_dbias_simt.cu"
 _SCORE = "parts/score.cuh"
+_MASK = "parts/mask.cuh"
 _WORK = "parts/work.cuh"
 
 MUTANTS = [
@@ -61,20 +73,20 @@ MUTANTS = [
     Mutant("no-warp-barrier-between-p-and-ds", _DKDV, "        __syncwarp();", "", 1),
     Mutant(
         "band-one-key-too-wide",
-        "parts/mask.cuh",
+        _MASK,
         "diagonal <= last_diagonal",
         "diagonal <= last_diagonal + 1",
     ),
     Mutant(
         "window-one-key-too-narrow",
-        "parts/mask.cuh",
+        _MASK,
         "diagonal >= first_diagonal",
         "diagonal > first_diagonal",
     ),
-    Mutant("keys-past-the-end-count", "parts/mask.cuh", "key < seqlen_kv;", "true;"),
-    Mutant("full-ignores-the-end", "parts/mask.cuh", "key + keys <= seqlen_kv &&", "true &&"),
-    Mutant("top-left-alignment", "parts/mask.cuh", "entry.seqlen_kv - entry.seqlen_q;", "0;"),
-    Mutant("last-key-tile-lost", "parts/mask.cuh", "last / tile + 1}", "(last + tile - 1) / tile}"),
+    Mutant("keys-past-the-end-count", _MASK, "key < seqlen_kv;", "true;"),
+    Mutant("full-ignores-the-end", _MASK, "key + keys <= seqlen_kv &&", "true &&"),
+    Mutant("top-left-alignment", _MASK, "entry.seqlen_kv - entry.seqlen_q;", "0;"),
+    Mutant("last-key-tile-lost", _MASK, "last / tile + 1}", "(last + tile - 1) / tile}"),
     Mutant(
         "tail-rows-not-zeroed",
         "parts/tile.cuh",
@@ -189,6 +201,412 @@ MUTANTS = [
             ("dbias-first-tile-only", _DBIAS, "tile_q += step_q)", "tile_q += 100)"),
         ]
     ),
+    *(
+        Mutant(name, _MMA, old, new, kernels="mma forward", by="races")
+        for name, old, new in [
+            ("no-barrier-at-the-turn", f"__syncthreads();\n        {_COPY}", _COPY),
+            (
+                "copies-before-the-barrier",
+                f"__syncthreads();\n        {_COPY}",
+                f"{_COPY}\n        __syncthreads();",
+            ),
+            (
+                "no-barrier-before-clearing",
+                "        __syncthreads();\n        special::clear",
+                "        special::clear",
+            ),
+            ("no-barrier-between-parts", "if (index != blockIdx.x) __syncthreads();", ""),
+        ]
+    ),
+    *(
+        Mutant(name, file, old, new, kernels="mma forward")
+        for name, file, old, new in [
+            ("slot-not-alternated", _MMA, "++tile, slot ^= 1", "++tile"),
+            ("every-other-result-not-rescaled", _MMA, "r % 2 * 2 + 1] *= scale;", "0];"),
+            (
+                "rescaled-upside-down",
+                _LAZY,
+                "before.shift(factor) - shift(factor)",
+                "shift(factor) - before.shift(factor)",
+            ),
+            (
+                "rescaled-upside-down-where-large",
+                _LAZY,
+                "(before.base() - base())",
+                "(base() - before.base())",
+            ),
+            ("limit-never-raises", _LAZY, "return reference + headroom;", "return 1e38f;"),
+            ("limit-too-high-for-elements", _LAZY, "kHeadroom = 8.0f", "kHeadroom = 200.0f"),
+            (
+                "every-other-score-unasked",
+                _MMA,
+                "__float_as_int(x[r % 2 * 2 + 1]));",
+                "-1);",
+            ),
+            ("hidden-tiles-not-masked", _MMA, "if (!score.visible(row, col)) x", "if (false) x"),
+            (
+                "plain-one-tile-early",
+                _MASK,
+                "return {ceil_div(first, tile),",
+                "return {first / tile,",
+            ),
+            (
+                "plain-one-tile-late",
+                _MASK,
+                "max(end, 0) / tile}",
+                "ceil_div(max(end, 0), tile)}",
+            ),
+            ("first-slab-of-q-twice", _FRAGMENT, "a.offset(kSlab * s, k)", "a.offset(0, k)"),
+            (
+                "second-slab-masked-as-the-first",
+                _MMA,
+                "visit(slab, n, i, query + fragment::kSlab * slab +",
+                "visit(slab, n, i, query +",
+            ),
+            (
+                "special-not-added",
+                _MMA,
+                "return seen[slab] >> (4 * (k / 8) + i + k % 2) & 1;",
+                "return false;",
+            ),
+            ("special-not-cleared", _MMA, "special::clear<plan::kThreads>(v);", ""),
+            ("all-special-rises", _SPECIAL, "sum -= infinity", "sum += infinity"),
+            ("no-special-rises", _SPECIAL, "odd & (nan | ~negative)", "odd & nan"),
+            ("large-shift-not-noticed", _MMA, "large = large || rows[r].is_large(factor);", ""),
+            ("no-shift-is-large", _LAZY, "kLargeShift = 4096.0f", "kLargeShift = 1e30f"),
+            (
+                "negative-scale-not-negated",
+                _MMA,
+                "any && !kScored && score.scale < 0.0f",
+                "false",
+            ),
+            ("lse-without-unit", _MMA, "kScored ? 1.0f : score.unit()", "1.0f"),
+            (
+                "rows-past-the-end-copied",
+                _FRAGMENT,
+                "i + row < rows ? m.cols - col : 0",
+                "m.cols - col",
+            ),
+            ("columns-past-the-end-copied", _FRAGMENT, "from + c, c < cols", "from + c, 0 < cols"),
+        ]
+    ),
+    *(
+        Mutant(name, _MMA, old, new, kernels="mma forward", options=True)
+        for name, old, new in [
+            (
+                "dropout-before-the-sum",
+                "rows[r].sum += x;",
+                "rows[r].sum += score.survives(x, randoms[r], key + 8 * n + fragment::col_of(i));",
+            ),
+            (
+                "second-slab-dropped-as-the-first",
+                "score.row(query + fragment::kSlab * (r / 2) +",
+                "score.row(query +",
+            ),
+            ("sink-in-four-lanes", "factor, fragment::lane() % 4 == 0)", "factor, true)"),
+        ]
+    ),
+    *(
+        Mutant(name, file, old, new, kernels="mma backward", by="races", row=row)
+        for name, file, row, old, new in [
+            (
+                "rows-read-before-copies-land",
+                _ROWS,
+                "both",
+                "hw::cp_async_wait<0>();\n    __syncthreads();",
+                "hw::cp_async_wait<0>();",
+            ),
+            (
+                "rows-no-barrier-between-parts",
+                _ROWS,
+                "both",
+                "if (index != blockIdx.x) __syncthreads();",
+                "",
+            ),
+            (
+                "notes-read-before-the-barrier",
+                _GRADIENTS,
+                "warps",
+                "        __syncthreads();\n        if (any) {",
+                "        if (any) {",
+            ),
+            (
+                "tiles-read-before-copies-land",
+                _GRADIENTS,
+                "warps",
+                "__syncthreads();\n        end_turn",
+                "end_turn",
+            ),
+            (
+                "one-slot-filled-too-early",
+                _GRADIENTS,
+                "slabs",
+                "            __syncthreads();\n            copy(p, smem, visit_of(notes, i), 0);",
+                "            copy(p, smem, visit_of(notes, i), 0);",
+            ),
+            (
+                "dscores-read-before-the-barrier",
+                _GRADIENTS,
+                "warps",
+                "    __syncthreads();\n    if (!kPlain) {",
+                "    if (!kPlain) {",
+            ),
+            (
+                "no-barrier-after-a-part",
+                _GRADIENTS,
+                "both",
+                "        __syncthreads();  // all",
+                "        // all",
+            ),
+            (
+                "turn-before-its-time",
+                _GRADIENTS,
+                "",
+                "at.split), key_tile - first);",
+                "at.split), key_tile - first - 1);",
+            ),
+            (
+                "turn-ends-after-a-tile",
+                _GRADIENTS,
+                "both",
+                "tile % plan::kTurn == 0};",
+                "true};",
+            ),
+            (
+                "turn-ends-before-it-is-over",
+                _GRADIENTS,
+                "",
+                "end_turn(p, notes, i - 1);",
+                "end_turn(p, notes, i);",
+            ),
+        ]
+    ),
+    Mutant(
+        "any-order-after-the-first",
+        _GRADIENTS,
+        "at.split), key_tile - first);",
+        "at.split), min(key_tile - first, 1));",
+        kernels="mma backward",
+        by="bits",
+    ),
+    *(
+        Mutant(name, _ROWS, old, new, kernels="mma backward", row=row)
+        for name, row, old, new in [
+            ("lse-of-another-row", "warp-", "work.head).at(at)", "work.head).at(at / 2 * 2)"),
+            ("delta-of-another-half", "warp-", "{lse, sums[0][half][i]}", "{lse, sums[0][0][i]}"),
+            ("delta-without-dlse", "warp-", "if (p.dlse.data) {", "if (false) {"),
+            ("rows-without-keys-weigh", "warp-", "lse != -softmax::infinity<float>()", "true"),
+            ("rows-past-the-end-weigh", "warp-", "at < entry.seqlen_q", "true"),
+            (
+                "turns-not-reset",
+                "warp-",
+                "hw::store(dq_turn(p, entry, work.head, work.tile, split), 0);",
+                "",
+            ),
+            ("turns-of-one-split-reset", "both", "split < plan::kSplits", "split < 1"),
+        ]
+    ),
+    *(
+        Mutant(name, _GRADIENTS, old, new, kernels="mma backward", row=row)
+        for name, row, old, new in [
+            ("turn-one-late", "warp-", "at.split), key_tile - first", "at.split), key_tile"),
+            ("last-turn-not-ended", "warp-", "end_turn(p, notes, notes.visits - 1);", ""),
+            (
+                "first-visit-lost",
+                "warp-",
+                "int32 i = 0; i < notes.visits; ++i) {\n        const int",
+                "int32 i = 1; i < notes.visits; ++i) {\n        const int",
+            ),
+            (
+                "last-visit-lost",
+                "warp-",
+                "group * (queries.last - queries.first),",
+                "group * (queries.last - queries.first) - 1,",
+            ),
+            (
+                "one-head-visited",
+                "warp-",
+                "group * (queries.last - queries.first),",
+                "queries.last - queries.first,",
+            ),
+            (
+                "visits-in-one-slot",
+                "warps",
+                "const int slot = i % plan::kSlots;",
+                "const int slot = 0;",
+            ),
+            ("row-stats-in-one-slot", "warps", "&smem.rows[slot][i]", "&smem.rows[0][i]"),
+            ("sums-begin-at-the-first-key", "warp-", "key_tile == first);", "key_tile == 0);"),
+            (
+                "row-stats-of-the-neighbour",
+                "warp-",
+                "row[i] = rows[8 * n + fragment::col_of(i)]",
+                "row[i] = rows[8 * n + fragment::col_of(0)]",
+            ),
+            ("hidden-gradients-not-zeroed", "warp-", "if (!seen) x = dx = 0.0f;", ""),
+            (
+                "negative-scale-ignored",
+                "warp-",
+                "score.scale < 0.0f ? -score.unit() : score.unit()",
+                "score.unit()",
+            ),
+            (
+                "hidden-with-a-negative-scale",
+                "warp-",
+                "score.scale < 0.0f ? softmax::infinity<float>() : ",
+                "",
+            ),
+            (
+                "dk-without-scale",
+                "warp-",
+                "sums.dk[slab][n][i] * score.scale",
+                "sums.dk[slab][n][i]",
+            ),
+            (
+                "second-slab-of-keys-as-the-first",
+                "slabs",
+                "key + kSlab * slab + fragment::row_of(i));\n            }",
+                "key + fragment::row_of(i));\n            }",
+            ),
+            (
+                "special-q-not-cleared",
+                "",
+                "if (special::any<plan::kThreads>(q)) clear(q, smem);",
+                "",
+            ),
+            (
+                "special-dout-not-cleared",
+                "",
+                "if (special::any<plan::kThreads>(dout)) clear(dout, smem);",
+                "",
+            ),
+            ("special-k-not-noticed", "", "notes.special_k = notes.special = special_k;", ";"),
+            (
+                "special-k-not-added",
+                "",
+                "notes.special_k = notes.special = special_k;",
+                "notes.special_k = special_k;",
+            ),
+            (
+                "special-q-and-dout-not-added",
+                "",
+                "if (threadIdx.x == 0) smem.notes.special = 1;",
+                "",
+            ),
+            ("special-dout-may-be-any", "", "special::add<true>", "special::add<false>"),
+            (
+                "special-columns-of-dq-twice",
+                "",
+                "x[1]);\n            }",
+                "x[0]);\n            }",
+            ),
+            (
+                "special-dq-in-the-first-split",
+                "both",
+                "const int col = at.split * kSplitCols + 16 * block;",
+                "const int col = 16 * block;",
+            ),
+            ("dk-in-the-first-split", "both", "split * kSplitCols + warp_x", "warp_x"),
+            ("dv-in-the-first-split", "both", "split * kSplitColsV + warp_x", "warp_x"),
+            (
+                "dq-in-the-first-split",
+                "both",
+                "const int col = at.split * kSplitCols;",
+                "const int col = 0;",
+            ),
+            (
+                "turn-of-the-first-split",
+                "both",
+                "done.tile, notes.split), 1);",
+                "done.tile, 0), 1);",
+            ),
+            (
+                "dscores-for-p",
+                "warps",
+                "sums.dv, s, smem.factors[kThroughShared]",
+                "sums.dv, s, smem.factors[0]",
+            ),
+            ("queries-of-the-first-warp", "warps", "warp_x * kQueriesOfWarp,", "0,"),
+            ("columns-of-the-first-warp", "warps", "warp_x * kColsV8 * 8}", "0}"),
+            ("dq-columns-of-the-first-warp", "both", "n / 2 * kDqWarpsX * 2 + n % 2", "n"),
+        ]
+    ),
+    *(
+        Mutant(name, _DQ_MMA, old, new, kernels="mma backward", row=row)
+        for name, row, old, new in [
+            ("dq-without-scale", "warp-", "sums.v[e] * scale", "sums.v[e]"),
+            ("dq-of-the-first-slab", "both", "first + fragment::kSlab * slab", "first"),
+            (
+                "dq-sums-of-tiles-without-keys",
+                "warp-",
+                "const bool any = keys.first < keys.last;",
+                "const bool any = true;",
+            ),
+        ]
+    ),
+    *(
+        Mutant(name, _FRAGMENT, old, new, kernels="mma backward")
+        for name, old, new in [
+            ("columns-past-the-end-written", "if (col + 1 < to.cols) hw", "hw"),
+            (
+                "words-past-the-end-written",
+                "if (col < to.cols) hw::store(reinterpret_cast",
+                "hw::store(reinterpret_cast",
+            ),
+        ]
+    ),
+    Mutant(
+        "plain-queries-one-tile-early",
+        _MASK,
+        "return {ceil_div(first, tile),",
+        "return {first / tile,",
+        occurrence=1,
+        kernels="mma backward",
+    ),
+    Mutant(
+        "plain-queries-one-tile-late",
+        _MASK,
+        "max(end, 0) / tile}",
+        "ceil_div(max(end, 0), tile)}",
+        occurrence=1,
+        kernels="mma backward",
+    ),
+    *(
+        Mutant(name, _GRADIENTS, old, new, kernels="mma backward", options=True)
+        for name, old, new in [
+            (
+                "dp-of-kept-pairs-not-scaled",
+                "randoms[i % 2], at_key) * score.kept_factor();",
+                "randoms[i % 2], at_key);",
+            ),
+            (
+                "dv-of-kept-pairs-not-scaled",
+                "sums.dv[slab][n][i] * score.kept_factor()",
+                "sums.dv[slab][n][i]",
+            ),
+            ("p-not-dropped", "x = score.survives(x, randoms[i % 2], at_key);", ""),
+            ("dp-not-dropped", "score.survives(dx, randoms[i % 2], at_key)", "dx"),
+            (
+                "dropped-as-the-neighbour",
+                "randoms[i] = score.row(at_query)",
+                "randoms[i] = score.row(at_query / 2 * 2)",
+            ),
+            ("dscore-without-slope", "(dx - row[i % 2].delta) * slope", "(dx - row[i % 2].delta)"),
+            (
+                "options-of-the-first-head",
+                "Scores::of(p, entry, visit.head);\n    auto& q",
+                "Scores::of(p, entry, 0);\n    auto& q",
+            ),
+        ]
+    ),
+    Mutant(
+        "rows-of-another-entry",
+        "parts/work.cuh",
+        "entry.first_q / kTile + entry.batch + 1 + tile",
+        "entry.first_q / kTile + tile",
+        options=True,
+        kernels="mma backward",
+    ),
 ]
 
 
@@ -196,58 +614,82 @@ def _row(name: str) -> Row:
     return next(row for row in ROWS + OPTION_ROWS if row.name == name)
 
 
-#: Several chunks, small tiles, and an element type for which no rounding hides a fault.
-PLANS = [
-    _row(name)
-    for name in (
+#: By kernels, and whether they have code for options.
+PLANS = {
+    # Several chunks, small tiles, and an element type for which no rounding hides a fault.
+    ("simt", False): [
         "float32-tall-3x3-resident",
         "float64-square-3x3-passing",
         "float32-wide-1x1-passing",
         "float64-wide-2x1-passing",
         "float32-square-1x2-passing",
-    )
-]
-
-OPTION_PLANS = [
-    _row(name)
-    for name in (
+    ],
+    ("simt", True): [
         "float32-square-2x1-resident-options",
         "float64-tall-1x2-resident-options",
         "float16-wide-1x2-resident-options",
-    )
-]
+    ],
+    ("mma", False): [
+        "float16-mma-both-80x32",
+        "bfloat16-mma-warps-32x80",
+        "bfloat16-mma-slabs-48x16",
+        "float16-mma-warp-16x48",
+    ],
+    ("mma", True): [
+        "float16-mma-slabs-32x16-options",
+        "bfloat16-mma-warps-16x32-options",
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of all mutants: what a fault does not touch is compiled once."""
+    return tmp_path_factory.mktemp("libraries")
 
 
 @pytest.fixture
-def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def kernels(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the kernel sources that is compiled from while the test runs."""
     root = tmp_path / "kernels"
     shutil.copytree(source.KERNEL_ROOT, root)
     monkeypatch.setattr(source, "KERNEL_ROOT", root)
     monkeypatch.setattr(compile, "_kernels", {})
-    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
-    yield root
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(libraries))
+    return root
 
 
-def examine(row: Row) -> None:
-    """Run the property test on a row until it fails or its examples are used up."""
+def examine(row: Row, which: str = "simt", twice: bool = False) -> None:
+    """Run the property test on a row until it fails or its examples are used up.
 
-    # No shrinking: that there is a failure is all we want to know.
-    @settings(max_examples=EXAMPLES, phases=[Phase.generate], database=None)
+    `which` kernels; `twice` wants the same bits whatever the order of threads.
+    """
+
+    # No shrinking, and no search for other failures: that there is one is all we want to know.
+    @settings(
+        max_examples=EXAMPLES, phases=[Phase.generate], database=None, report_multiple_bugs=False
+    )
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
         case = data.draw(cases(row))
         inputs = arrays_of(case)
-        with using(row.forward, row.backward), schedule(case.schedule):
-            out, lse, grads = both(inputs)
+        with using(row.forward, row.backward):
+            with schedule(case.schedule, case.blocks):
+                out, lse = forward(inputs)
+                grads = None if which == "mma forward" else backward(inputs, out, lse)
+            if twice and grads is not None:
+                for x, y in zip(grads, backward(inputs, out, lse), strict=True):
+                    np.testing.assert_array_equal(x, y)
+                return
         check_forward(out, lse, inputs)
-        check_backward(grads, inputs)
+        if grads is not None:
+            check_backward(grads, inputs)
 
     run()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutant_is_found(kernels: Path, mutant: Mutant) -> None:
+def test_mutant_is_found(kernels: Path, monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
     path = kernels / mutant.file
     text = path.read_text(encoding="utf-8")
     parts = text.split(mutant.old)
@@ -256,11 +698,22 @@ def test_mutant_is_found(kernels: Path, mutant: Mutant) -> None:
     path.write_text(
         mutant.old.join(parts[:n]) + mutant.new + mutant.old.join(parts[n:]), encoding="utf-8"
     )
-    with pytest.raises((AssertionError, KernelFault)):
-        for row in OPTION_PLANS if mutant.options else PLANS:
-            examine(row)
+    races = mutant.by == "races"
+    monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(races)))
+    names = PLANS[mutant.kernels.split()[0], mutant.options]
+    with pytest.raises(
+        KernelFault if races else (AssertionError, KernelFault), match="race in" if races else None
+    ):
+        for name in names:
+            if mutant.row in name:
+                examine(_row(name), mutant.kernels, mutant.by == "bits")
 
 
-def test_the_unchanged_copy_passes(kernels: Path) -> None:
-    for row in PLANS + OPTION_PLANS:
-        examine(row)
+@pytest.mark.parametrize("kind", PLANS, ids=lambda kind: kind[0] + " options" * kind[1])
+def test_the_unchanged_copy_passes(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[str, bool]
+) -> None:
+    """And the plans that mutants with races are looked for in have none."""
+    monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(kind == ("mma", False))))
+    for name in PLANS[kind]:
+        examine(_row(name))
