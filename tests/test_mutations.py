@@ -601,7 +601,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows-of-another-entry",
-        "parts/work.cuh",
+        _WORK,
         "entry.first_q / kTile + entry.batch + 1 + tile",
         "entry.first_q / kTile + tile",
         options=True,

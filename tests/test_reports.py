@@ -505,7 +505,8 @@ def test_reversed_views(backend: Backend, names: tuple[str, ...], axis: int, dty
     inputs = changed(call((50, 50), batch=2, dtype=dtype), lambda x: np.flip(x, axis), *names)
     results = run(backend, inputs)
     check(results, inputs)
-    if axis != 3:  # where rows are not contiguous, tiles may be others, and so the last bits
+    # On tensor cores tiles are others where rows are not contiguous, and so may be the last bits.
+    if axis != 3 or dtype in ("float32", "float64"):
         same(results, run(backend, changed(inputs, np.ascontiguousarray)))
 
 
