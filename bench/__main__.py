@@ -15,6 +15,7 @@ from bench.cases import Case
 from bench.peers import OURS, PEERS, Peer
 from bench.report import Output, Table
 from bench.timing import TIMERS, Pace
+from cuflash import select
 
 Row = dict[str, Any]
 
@@ -42,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--dtype", default="bfloat16", help="with commas (default: bfloat16)")
     found.add_argument("--peers", default=DEFAULT_PEERS, help=f"default: {DEFAULT_PEERS}")
     found.add_argument("--only-peers", action="store_true", help="leave cuflash out")
+    found.add_argument(
+        "--family", help="the fastest family of kernels that cuflash may use (default: any)"
+    )
     found.add_argument("--rounds", type=int, default=9)
     found.add_argument(
         "--timer",
@@ -169,6 +173,11 @@ def main(
     for kind, words, known in (("peers", names, peers), ("dtype", dtypes, data.ITEMSIZE)):
         if not set(words) <= set(known):
             parse.error(f"--{kind}: expected some of {', '.join(known)}, got {','.join(words)}")
+    families = [family.name for family in select.FAMILIES]
+    if given.family is not None:
+        if given.family not in families:
+            parse.error(f"--family: expected one of {', '.join(families)}, got {given.family}")
+        select.FAMILIES = select.FAMILIES[families.index(given.family) :]
     if make_gpu is None:
         from bench.gpu import Gpu as make_gpu
     try:
