@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bench import cases, data, harness, host_time, machine, memory, published, startup
@@ -15,7 +16,7 @@ from bench.cases import Case
 from bench.peers import OURS, PEERS, Peer
 from bench.report import Output, Table
 from bench.timing import TIMERS, Pace
-from cuflash import select
+from cuflash import launch, select
 
 Row = dict[str, Any]
 
@@ -44,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--peers", default=DEFAULT_PEERS, help=f"default: {DEFAULT_PEERS}")
     found.add_argument("--only-peers", action="store_true", help="leave cuflash out")
     found.add_argument(
-        "--family", help="the fastest family of kernels that cuflash may use (default: any)"
+        "--family",
+        choices=[family.name for family in select.FAMILIES],
+        help="the fastest family of kernels that may run our side of the cases (default: any)",
     )
     found.add_argument("--rounds", type=int, default=9)
     found.add_argument(
@@ -127,6 +130,24 @@ class Clock:
         return f"{min(rest, max(0.0, self._budget - self.seconds())):.0f} s left"
 
 
+@contextlib.contextmanager
+def fastest(name: str | None) -> Iterator[None]:
+    """Let no faster family of kernels than this one be chosen; None: any may be."""
+    before = select.FAMILIES
+    skipped = 0 if name is None else [family.name for family in before].index(name)
+
+    def allow(families: Any) -> None:
+        select.FAMILIES = families
+        select.choose.cache_clear()
+        launch.forget()
+
+    allow(before[skipped:])
+    try:
+        yield
+    finally:
+        allow(before)
+
+
 def measure(gpu: Any, wanted: list[Case], plan: harness.Plan, budget: float, table: Table) -> Any:
     """Yield the rows of all cases, timed together where they are compared."""
     contests = [(dtype, one) for dtype in plan.dtypes for one in cases.contests(wanted)]
@@ -173,11 +194,6 @@ def main(
     for kind, words, known in (("peers", names, peers), ("dtype", dtypes, data.ITEMSIZE)):
         if not set(words) <= set(known):
             parse.error(f"--{kind}: expected some of {', '.join(known)}, got {','.join(words)}")
-    families = [family.name for family in select.FAMILIES]
-    if given.family is not None:
-        if given.family not in families:
-            parse.error(f"--family: expected one of {', '.join(families)}, got {given.family}")
-        select.FAMILIES = select.FAMILIES[families.index(given.family) :]
     if make_gpu is None:
         from bench.gpu import Gpu as make_gpu
     try:
@@ -189,6 +205,8 @@ def main(
     table = Table(sys.stderr if given.output == "-" else sys.stdout)
     output = Output(given.output)
     here = about()
+    if given.family:
+        here = {**here, "family": given.family}
     table.say(", ".join(f"{key} {value}" for key, value in here.items()))
     if not given.only_peers:
         names = [OURS, *(name for name in names if name != OURS)]
@@ -210,8 +228,9 @@ def main(
         output.add({**row, "machine": here, "date": time.strftime("%Y-%m-%d")})
 
     if wanted and plan.peers:
-        for row in measure(gpu, wanted, plan, given.seconds, table):
-            keep(row)
+        with fastest(given.family):
+            for row in measure(gpu, wanted, plan, given.seconds, table):
+                keep(row)
     for name in others:
         for row in OTHERS[name]():
             keep(row)

@@ -165,21 +165,18 @@ def _options() -> list[Case]:
     found.append(_square("plain", 1, 16, 4096, 64, **both))
     for name, options in given.items():
         found.append(_square(name, 1, 16, 4096, 64, beside="plain", **options, **both))
-    wide: Any = {"groups": ("options-d128",)}
-    more = {"window": {"window": (512, 512)}, "packed": {"packed": True}}
-    found.append(_square("d128-plain", 4, 16, 4096, 128, **wide))
-    for name, options in {**given, **more}.items():
-        name = f"d128-{name}"
-        found.append(_square(name, 4, 16, 4096, 128, beside="d128-plain", **options, **wide))
+    wide: Any = {"beside": "d128-s4096-full", "groups": ("options-d128",)}
+    given |= {"window": {"window": (512, 512)}, "packed": {"packed": True}}
+    for name, options in given.items():
+        found.append(_square(f"d128-{name}", 4, 16, 4096, 128, **options, **wide))
     return found
 
 
 def _sizes() -> list[Case]:
-    """Return a case for head sizes between those that kernels are made for."""
-    found = []
-    for dim in (40, 41, 48, 64, 72, 80, 96, 100, 104, 112, 128):
-        found.append(_square(f"size-{dim}", 4, 16, 4096, dim, beside="size-64", groups=("sizes",)))
-    return found
+    """Return a case for head sizes that kernels are made for, and some between them."""
+    sizes: Any = {"beside": "d128-s4096-full", "groups": ("sizes",)}
+    dims = (40, 41, 48, 64, 72, 80, 96, 100, 104, 112)
+    return [_square(f"size-{dim}", 4, 16, 4096, dim, **sizes) for dim in dims]
 
 
 CASES: tuple[Case, ...] = (*_grid(), *_shapes(), *_options(), *_sizes())

@@ -23,7 +23,9 @@ from bench.cases import CASES, Case  # noqa: E402
 from bench.gpu import peak  # noqa: E402
 from bench.peers import OURS, PEERS, Call, Peer  # noqa: E402
 from bench.timing import Contestant, Pace  # noqa: E402
-from cuflash import reference  # noqa: E402
+from cuflash import device, reference, select  # noqa: E402
+from cuflash.dtypes import DTYPES  # noqa: E402
+from cuflash.problem import Traits  # noqa: E402
 
 
 class FakeGpu:
@@ -519,6 +521,7 @@ def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         (["nothing"], "'nothing'"),
         (["--peers=flash"], "--peers: expected"),
         (["--dtype=float8"], "--dtype: expected"),
+        (["--family=none"], "--family: invalid choice: 'none'"),
     ],
 )
 def test_wrong_arguments_are_said(
@@ -535,6 +538,28 @@ def test_without_a_gpu_one_sentence_says_so(capsys: pytest.CaptureFixture[str]) 
 
     assert command.main(["quick"], make_gpu=none) == 2
     assert capsys.readouterr().err == "python -m bench needs an NVIDIA GPU and CuPy: no driver\n"
+
+
+def test_a_family_is_left_out_while_cases_run(
+    small_table: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traits = Traits(DTYPES["float16"], 64, 64)
+    hopper = device.architecture(9, 0)
+
+    def chosen() -> set[str]:
+        return {kernel.family for kernel in select.choose("forward", traits, hopper)}
+
+    during = []
+
+    def fault(found: Any) -> None:
+        during.append(chosen())
+
+    before = chosen()
+    assert before != {"simt"}
+    assert main("--family=simt", "--output=-", fault=fault) == 0
+    assert during == [{"simt"}] * 2 and chosen() == before
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["machine"]["family"] for row in rows} == {"simt"}
 
 
 def test_a_terminal_shows_one_line_of_progress() -> None:
