@@ -256,7 +256,7 @@ class CpuKernel:
             blocks,
             plan.threads,
             plan.smem_bytes,
-            params,
+            params[: plan.params_bytes],
             buffers,
             seed,
             smem_alignment=plan.smem_alignment,

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,13 +22,24 @@ from . import arrays, compile, device, host, select
 from .arrays import Form, View
 from .layout import Layout
 from .merge import Merge, Parts
-from .params import ADDRESSES, SEED, Operands, pack, pack_merge, row_alignment
-from .plan import KernelPlan, MergeStates, UnitPlan
+from .params import (
+    ADDRESSES,
+    SEED,
+    Operands,
+    has_boxes,
+    pack,
+    pack_merge,
+    row_alignment,
+    tensor_map,
+)
+from .plan import MAPS_AT, TMA_PARAMS_BYTES, Box, KernelPlan, MergeStates
 from .problem import Arrays, Problem, Traits
+from .tensormap import MAP_BYTES
 
 __all__ = ["backward", "forward", "host_seed", "merge", "workspace_bytes"]
 
 _MAX_BLOCKS = 2**31 - 1
+_MAX_STREAMS = 64  # whose counters are kept
 
 #: Scratch that a captured graph will use again whenever it is replayed, kept for good.
 _captured: list[Any] = []
@@ -92,6 +103,16 @@ class _Recipe(NamedTuple):
     addresses: tuple[tuple[int, int], ...]  # the word of Params, and which operand it points to
     scratch: tuple[tuple[int, int], ...]  # the word of Params, and where in the workspace it points
     scratch_bytes: int
+    maps: tuple[_Map, ...]
+    takes_tickets: bool
+
+
+class _Map(NamedTuple):
+    """A map of a tensor that a kernel of the call takes."""
+
+    place: int  # in TmaParams
+    operand: int
+    encode: Callable[[int], bytes]  # for an address; remembers the latest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,19 +130,68 @@ def _recipe(
     group = problem.dtype.group
     copied = ("q", "k", "v") if direction == "forward" else ("q", "k", "v", "out", "dout")
     aligned = min(row_alignment(given[name], layout, group) for name in copied)
-    traits = problem.traits._replace(aligned=aligned)
+    boxes = aligned == 16 and all(has_boxes(given[name], layout) for name in copied)
+    traits = problem.traits._replace(aligned=aligned, boxes=boxes)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
     offsets, size = _scratch([plan for plan, _ in steps], problem)
-    room = bytearray(KernelPlan.params_bytes)
+    room = bytearray(TMA_PARAMS_BYTES)
     pack(room, problem, layout, Operands(**given, **offsets))  # type: ignore[arg-type]
-    blocks = [min(plan.parts(problem), _MAX_BLOCKS) for plan, _ in steps]
+    facts = device.CPU if index is None else device.gpu(index)
+    blocks = [
+        min(plan.parts(problem), facts.sms if plan.persistent else _MAX_BLOCKS) for plan, _ in steps
+    ]
+    maps = [
+        _Map(
+            MAPS_AT + n * MAP_BYTES,
+            names.index(name),
+            _encoder(given[name], problem.dtype.name, layout, box, index is None),
+        )
+        for plan, _ in steps
+        for n, (name, box) in enumerate(plan.boxes().items())
+    ]
     return _Recipe(
         tuple((kernel, n) for (_, kernel), n in zip(steps, blocks, strict=True) if n),
         bytes(room),
         tuple((ADDRESSES[name], names.index(name)) for name in given),
         tuple((ADDRESSES[name], offset) for name, offset in offsets.items()),
         size,
+        tuple(maps),
+        any(plan.persistent for plan, _ in steps),
     )
+
+
+def _encoder(
+    form: Form, dtype: str, layout: Layout, box: Box, on_cpu: bool
+) -> Callable[[int], bytes]:
+    """Return what makes the map of an array of this form from its address."""
+    if on_cpu:
+        return lambda at: tensor_map(form._replace(address=at), dtype, layout, box).encode_cpu()
+    encode = tensor_map(form._replace(address=16), dtype, layout, box).gpu_encoder()
+    return functools.lru_cache(maxsize=256)(encode)
+
+
+class _Tickets(threading.local):
+    """Counters that kernels leave at 0, one for each stream: launches on a stream never overlap."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int], Any] = {}
+
+    def of(self, index: int, stream: Any) -> int:
+        """Return the address of the counter of a stream of the current GPU."""
+        if stream.is_capturing():  # a graph may run beside anything
+            counter = sys.modules["cupy"].zeros(1, np.uint64)
+            _captured.append(counter)
+            return counter.data.ptr
+        key = index, stream.ptr
+        counter = self._of.get(key)
+        if counter is None:
+            if len(self._of) > _MAX_STREAMS:
+                self._of.clear()
+            counter = self._of[key] = sys.modules["cupy"].zeros(1, np.uint64)
+        return counter.data.ptr
+
+
+_tickets = _Tickets()
 
 
 class _Params(threading.local):
@@ -130,15 +200,15 @@ class _Params(threading.local):
     The driver copies the parameters when a kernel is launched, so one room a thread is enough.
     """
 
-    def __init__(self, plan: type[UnitPlan]) -> None:
-        self.bytes = ctypes.create_string_buffer(plan.params_bytes)
+    def __init__(self, size: int) -> None:
+        self.bytes = ctypes.create_string_buffer(size)
         self.view = memoryview(self.bytes).cast("B")
         self.words = self.view.cast("Q")
         self._list = (ctypes.c_void_p * 1)(ctypes.addressof(self.bytes))
         self.list = ctypes.addressof(self._list)
 
 
-_params, _merge_params = _Params(KernelPlan), _Params(MergeStates)
+_params, _merge_params = _Params(TMA_PARAMS_BYTES), _Params(MergeStates.params_bytes)
 
 
 def _stream() -> Any:
@@ -154,7 +224,7 @@ def _views(
         *(i.q, i.k, i.v, get("out", i.out), i.dout),
         *(get("dq"), get("dk"), get("dv"), get("lse", i.lse), i.dlse, None),
         *(i.bias, get("dbias"), i.mask, i.slopes, i.sinks, get("dsinks")),
-        *(cu_q, cu_kv, None, None, None, None, i.seed),
+        *(cu_q, cu_kv, None, None, None, None, None, i.seed),
     )
 
 
@@ -199,6 +269,15 @@ def _run(
     for word, offset in recipe.scratch:
         words[word] = start + offset
     words[SEED] = problem.seed
+    for place, operand, encode in recipe.maps:
+        room.view[place : place + MAP_BYTES] = encode(views[operand].address)  # type: ignore
+    counter = None
+    if recipe.takes_tickets:
+        if stream is None:
+            counter = np.zeros(1, np.uint64)
+            words[ADDRESSES["tickets"]] = counter.ctypes.data
+        else:
+            words[ADDRESSES["tickets"]] = _tickets.of(i.device, stream)
     if stream is None:
         _warn_if_slow(direction, problem, inputs)
         buffers = [
@@ -210,6 +289,9 @@ def _run(
             buffers.append(("workspace", *arrays.extent(workspace), True))
         elif size:
             buffers.append(("workspace", start, start + size, True))
+        if counter is not None:
+            at = counter.ctypes.data
+            buffers.append(("tickets", at, at + counter.nbytes, True))
         call: tuple[Any, ...] = room.bytes.raw, buffers, host_seed()
     else:
         call = room.list, stream.ptr

@@ -12,10 +12,20 @@ from typing import Any, NamedTuple
 from .arrays import Form, View
 from .layout import Layout
 from .merge import Merge, Parts
-from .plan import PARAMS_BYTES, MergeStates, dbias_split
+from .plan import PARAMS_BYTES, Box, MergeStates, dbias_split
 from .problem import Problem
+from .tensormap import TensorMap
 
-__all__ = ["ADDRESSES", "SEED", "Operands", "pack", "pack_merge", "row_alignment"]
+__all__ = [
+    "ADDRESSES",
+    "SEED",
+    "Operands",
+    "has_boxes",
+    "pack",
+    "pack_merge",
+    "row_alignment",
+    "tensor_map",
+]
 
 
 class Operands(NamedTuple):
@@ -47,6 +57,7 @@ class Operands(NamedTuple):
     row_stats: int = 0
     dq_sums: int = 0
     dq_turns: int = 0
+    tickets: int = 0
     seed: View | Form | None = None
 
 
@@ -88,9 +99,9 @@ def pack(buffer: Any, problem: Problem, layout: Layout, operands: Operands) -> N
     )
 
 
-# Eight Tensor, three RowTensor, three PairTensor, three HeadTensor, two Offsets, four addresses in
+# Eight Tensor, three RowTensor, three PairTensor, three HeadTensor, two Offsets, five addresses of
 # workspace, seed_at, seed, then the scalars.
-_OPTIONS = 3 * "Q4q4iq" + 3 * "Q2q" + 2 * "Q2q" + "QQQQQQ"
+_OPTIONS = 3 * "Q4q4iq" + 3 * "Q2q" + 2 * "Q2q" + "QQQQQQQ"
 _ARRAYS, _SCALARS = 8 * "Q5q" + 3 * "Q3q", "3dqI11i"
 _PARAMS = struct.Struct(f"={_ARRAYS}{_OPTIONS}{_SCALARS}")
 #: The same for a call without options, where that part is zero.
@@ -100,7 +111,7 @@ assert _PARAMS.size == _PLAIN.size == PARAMS_BYTES
 
 def _addresses() -> dict[str, int]:
     words, place = {}, 0
-    kinds = 8 * ("Q5q",) + 3 * ("Q3q",) + 3 * ("Q4q4iq",) + 3 * ("Q2q",) + 2 * ("Q2q",) + 5 * ("Q",)
+    kinds = 8 * ("Q5q",) + 3 * ("Q3q",) + 3 * ("Q4q4iq",) + 3 * ("Q2q",) + 2 * ("Q2q",) + 6 * ("Q",)
     for name, kind in zip(Operands._fields, kinds, strict=True):
         words[name] = place // 8
         place += struct.calcsize("=" + kind)
@@ -129,6 +140,25 @@ def row_alignment(x: View | Form, layout: Layout, group: int) -> int:
     if layout.batch is not None:
         bits |= strides[layout.batch]
     return next((n for n in (16, 8) if n >= group * size and not bits % n), 0)
+
+
+def has_boxes(x: View | Form, layout: Layout) -> bool:
+    """Return whether TMA can load a tensor, whose rows are aligned to 16 bytes.
+
+    Axes that are broadcast, reversed, or empty it cannot.
+    """
+    strides = (s for n, s in zip(x.shape, x.strides, strict=True) if n > 1)
+    return 0 not in x.shape and all(0 < s < 2**40 for s in strides)
+
+
+def tensor_map(x: View | Form, dtype: str, layout: Layout, box: Box) -> TensorMap:
+    """Return the map of a tensor, with the axes (dim, seq, head, batch), for loads of boxes."""
+    axes = [layout.dim, layout.seq, layout.heads, layout.batch]
+    dims = [1 if axis is None else x.shape[axis] for axis in axes]
+    # No stride of an axis of length 1 is used.
+    strides = [16 if n == 1 else x.strides[axis] for n, axis in zip(dims, axes, strict=True)][1:]
+    swizzle = box.columns * x.itemsize
+    return TensorMap(x.address, dtype, dims, strides, (box.columns, box.rows, 1, 1), swizzle)
 
 
 def _tensor(x: View | Form, layout: Layout, group: int) -> tuple[int, ...]:
@@ -160,7 +190,7 @@ def _options(p: Problem, x: Operands) -> list[int]:
         else:
             size = offsets.itemsize
             fields += (offsets.address, offsets.strides[0] // size, size == 8)
-    fields += (x.dbias_parts, x.row_stats, x.dq_sums, x.dq_turns)
+    fields += (x.dbias_parts, x.row_stats, x.dq_sums, x.dq_turns, x.tickets)
     fields += (0 if x.seed is None else x.seed.address, p.seed)
     return fields
 

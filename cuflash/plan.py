@@ -12,11 +12,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from .dtypes import DTYPES
 from .merge import Merge
 from .problem import Problem
+from .tensormap import MAP_BYTES
 
 __all__ = [
     "BackwardDbiasSimt",
@@ -25,10 +26,13 @@ __all__ = [
     "BackwardDqSimt",
     "BackwardMma",
     "BackwardRowsMma",
+    "BackwardSm90",
+    "Box",
     "Delta",
     "Dsinks",
     "ForwardMma",
     "ForwardSimt",
+    "ForwardSm90",
     "KernelPlan",
     "MergeStates",
     "Plan",
@@ -38,7 +42,11 @@ __all__ = [
 ]
 
 #: sizeof(Params) in kernels/attention/params.cuh; params.py packs so many bytes.
-PARAMS_BYTES = 920
+PARAMS_BYTES = 928
+#: Where maps of tensors begin behind it, in TmaParams of params_tma.cuh.
+MAPS_AT = -(-PARAMS_BYTES // 64) * 64
+#: sizeof(TmaParams), the most that a kernel of a call takes.
+TMA_PARAMS_BYTES = MAPS_AT + 4 * MAP_BYTES
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,18 @@ class UnitPlan:
                 raise TypeError(f"{field.name}: constants are bool or int, got {value!r}")
 
 
+class Box(NamedTuple):
+    """What TMA loads at once of one head: rows, and columns that are swizzled together."""
+
+    rows: int
+    columns: int
+
+
+def _box(rows: int, dim: int) -> Box:
+    """Return the box of a swizzled::Tile."""
+    return Box(rows, next(n for n in (64, 32, 16) if dim % n == 0))
+
+
 @dataclass(frozen=True)
 class KernelPlan(UnitPlan):
     """The constants of one kernel of an attention call.
@@ -89,6 +109,7 @@ class KernelPlan(UnitPlan):
 
     family: ClassVar[str]
     results: ClassVar[tuple[str, ...]] = ()  # it runs if one is wanted; (): if any other runs
+    persistent: ClassVar[bool] = False  # a block stays and takes one part after the other
 
     _: KW_ONLY
     softcap: bool = False
@@ -98,6 +119,11 @@ class KernelPlan(UnitPlan):
     sinks: bool = False
     dropout: bool = False
     packed: bool = False
+
+    def constants(self) -> Iterator[tuple[str, str, str]]:
+        """Yield those of every plan, and the size of struct Params."""
+        yield "int", "kCallBytes", str(PARAMS_BYTES)
+        yield from super().constants()
 
     @property
     def smem_wanted(self) -> int:
@@ -110,6 +136,10 @@ class KernelPlan(UnitPlan):
 
     def scratch(self, problem: Problem) -> dict[str, int]:
         """Return the bytes of workspace that the kernel fills, by the names of Params."""
+        return {}
+
+    def boxes(self) -> dict[str, Box]:
+        """Return what TMA loads of the arrays in TmaParams, by name and in order."""
         return {}
 
 
@@ -209,6 +239,50 @@ class ForwardMma(KernelPlan):
 
 
 @dataclass(frozen=True)
+class ForwardSm90(KernelPlan):
+    """``forward_sm90.cu``."""
+
+    kernel = "forward_sm90"
+    family = "sm90"
+    results = ("out",)
+    params = "TmaParams"
+    params_bytes = TMA_PARAMS_BYTES
+    target_suffix = "a"
+    smem_alignment = 1024
+    persistent = True
+
+    tile_q: int  # 64 for each warpgroup that computes
+    tile_kv: int
+    dim: int  # head_dim and head_dim_v, padded to multiples of 16
+    dim_v: int
+    slots: int  # of queries: 2, or 1 to save shared memory
+    stages: int  # of keys, and of values
+    together: int  # tiles of several heads that are worked on at once, the longest first
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.tile_q + 128
+
+    @property
+    def smem_bytes(self) -> int:
+        """The tiles; a job and two barriers a slot, a word and five barriers a stage, two."""
+        rows = self.slots * self.tile_q * max(self.dim, self.dim_v)
+        rows += self.stages * self.tile_kv * (self.dim + self.dim_v)
+        rest = self.slots * (72 + 16) + self.stages * (4 + 40) + 16 + 8
+        return _ceil(rows * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
+
+    def parts(self, problem: Problem) -> int:
+        return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)
+
+    def boxes(self) -> dict[str, Box]:
+        return {
+            "q": _box(64, self.dim),
+            "k": _box(self.tile_kv, self.dim),
+            "v": _box(self.tile_kv, self.dim_v),
+        }
+
+
+@dataclass(frozen=True)
 class _BackwardMma(KernelPlan):
     """What the three kernels of the mma family's backward agree on."""
 
@@ -291,6 +365,51 @@ class BackwardMma(_BackwardMma):
 
     def scratch(self, problem: Problem) -> dict[str, int]:
         return {"dq_sums": self._query_tiles(problem) * self.tile_q * self.dim * 4}
+
+
+@dataclass(frozen=True)
+class BackwardSm90(_BackwardMma):
+    """``backward_sm90.cu``; the kernels around it are those of the mma family."""
+
+    kernel = "backward_sm90"
+    family = "sm90"
+    results = ("dq", "dk", "dv")
+    params = "TmaParams"
+    params_bytes = TMA_PARAMS_BYTES
+    target_suffix = "a"
+    smem_alignment = 1024
+    waits_for_blocks = True
+
+    dim_v: int  # as dim, of head_dim_v
+    stages: int  # of q and dout
+    together: int  # blocks of several heads that are launched tile by tile
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup for 64 keys, and one more."""
+        return 2 * self.tile_kv + 128
+
+    @property
+    def smem_bytes(self) -> int:
+        """The tiles; two numbers a row; notes; a word and five barriers a stage, and six."""
+        elements = (self.tile_kv + self.stages * self.tile_q) * (self.dim + self.dim_v)
+        elements += 2 * self.tile_q * self.tile_kv
+        rest = self.stages * (8 * self.tile_q + 4 + 40) + 96 + 4 + 48 + 12
+        return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
+
+    def parts(self, problem: Problem) -> int:
+        return _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)
+
+    def scratch(self, problem: Problem) -> dict[str, int]:
+        return {"dq_sums": self._query_tiles(problem) * self.tile_q * self.dim * 4}
+
+    def boxes(self) -> dict[str, Box]:
+        return {
+            "q": _box(self.tile_q, self.dim),
+            "k": _box(self.tile_kv, self.dim),
+            "v": _box(self.tile_kv, self.dim_v),
+            "dout": _box(self.tile_q, self.dim_v),
+        }
 
 
 @dataclass(frozen=True)

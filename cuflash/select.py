@@ -15,13 +15,14 @@ from typing import Literal
 
 from .arch.mma import Mma
 from .arch.simt import Simt
+from .arch.sm90 import Sm90
 from .device import Device
 from .plan import KernelPlan, Plan
 from .problem import Traits
 
 __all__ = ["FAMILIES", "choose"]
 
-FAMILIES = (Mma(), Simt())
+FAMILIES = (Sm90(), Mma(), Simt())
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import operator
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,17 +154,19 @@ class TensorMap:
         RuntimeError
             If the driver refuses the map, or nobody has initialized it.
         """
+        return self.gpu_encoder(l2_promotion)(self.address)
+
+    def gpu_encoder(self, l2_promotion: int = 128) -> Callable[[int], bytes]:
+        """Return `encode_gpu` as a function of the address, where only that changes.
+
+        Addresses are to be multiples of 16, which is not checked again.
+        """
         rank = len(self.dims)
         if l2_promotion not in _PROMOTIONS:
             raise ValueError(f"l2_promotion: expected 0, 64, 128 or 256, got {l2_promotion!r}")
-        # The driver writes to a multiple of 64 bytes.
-        space = ctypes.create_string_buffer(MAP_BYTES + 64)
-        start = -ctypes.addressof(space) % 64
-        result = _encode_tiled()(
-            ctypes.addressof(space) + start,
-            _TYPES[self.dtype],
-            rank,
-            self.address,
+        encode = _encode_tiled()
+        kind = _TYPES[self.dtype], rank
+        rest = (
             (ctypes.c_uint64 * rank)(*self.dims),
             (ctypes.c_uint64 * rank)(*self.strides),  # one more than is read: none is no array
             (ctypes.c_uint32 * rank)(*self.box),
@@ -173,9 +176,19 @@ class TensorMap:
             _PROMOTIONS[l2_promotion],
             0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros
         )
-        if result:
-            raise RuntimeError(f"cuTensorMapEncodeTiled returned error {result} for {self}")
-        return space.raw[start : start + MAP_BYTES]
+
+        def of(address: int) -> bytes:
+            # The driver writes to a multiple of 64 bytes.
+            space = ctypes.create_string_buffer(MAP_BYTES + 64)
+            start = -ctypes.addressof(space) % 64
+            result = encode(ctypes.addressof(space) + start, *kind, address, *rest)
+            if result:
+                raise RuntimeError(
+                    f"cuTensorMapEncodeTiled returned error {result} for {self}, at {address:#x}"
+                )
+            return space.raw[start : start + MAP_BYTES]
+
+        return of
 
 
 @functools.cache

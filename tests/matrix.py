@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cuflash import device, select
-from cuflash.arch import mma, simt
+from cuflash.arch import mma, simt, sm90
 from cuflash.dtypes import DTYPES
 from cuflash.plan import (
     BackwardDbiasSimt,
@@ -23,6 +23,7 @@ from cuflash.plan import (
     Dsinks,
     ForwardMma,
     ForwardSimt,
+    ForwardSm90,
     MergeStates,
     Plan,
     SumParts,
@@ -47,13 +48,18 @@ class Row:
     def tile(self) -> tuple[int, int]:
         """The forward's tile, which lengths are drawn around."""
         plan = self.forward[0]
-        assert isinstance(plan, (ForwardSimt, ForwardMma))
+        assert isinstance(plan, (ForwardSimt, ForwardMma, ForwardSm90))
         return plan.tile_q, plan.tile_kv
 
+    @property
+    def boxes(self) -> bool:
+        """Whether the forward takes only what TMA can load."""
+        return isinstance(self.forward[0], ForwardSm90)
+
     def family(self, direction: str) -> str:
-        """The family of a pass; its first kernel but for delta."""
+        """The family of a pass; kernels of others may help."""
         plans = self.forward if direction == "forward" else self.backward
-        return next(plan.family for plan in plans if plan.family != "any")
+        return max((plan.family for plan in plans), key=("any", "simt", "mma", "sm90").index)
 
 
 def _small(
@@ -143,6 +149,36 @@ _MMA_BACKWARD_TILES = {
     "both": (32, 32, 2, 1, 1, 2, 2, 3, 1),
 }
 
+
+def _small_sm90(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str, ...] = ()) -> Row:
+    traits = Traits(DTYPES[dtype], dim, dim_v, options)
+    small = sm90.Tile(max(dim, dim_v), *_SM90_TILES[tile])
+    name = f"{dtype}-sm90-{tile}-{dim}x{dim_v}" + ("-options" if options else "")
+    forward = (sm90.forward(traits, small, frozenset(options)),)
+    small_backward = sm90.BackwardTile(*_SM90_BACKWARD_TILES[tile])
+    backward = sm90.backward(traits, small_backward, frozenset(options))
+    others = [
+        plan for plan in select.choose("backward", traits, device.CPU) if plan.family != "mma"
+    ]
+    return Row(name, dtype, forward, (*backward, *others), dim, dim_v, options)
+
+
+# tile_q, tile_kv, slots, stages: 64 queries a warpgroup; three and more work in turns
+_SM90_TILES = {
+    "one": (64, 32, 2, 2),
+    "two": (128, 16, 1, 2),
+    "three": (192, 48, 2, 3),
+    "four": (256, 16, 2, 4),
+}
+
+# head_dim, tile_q, tile_kv, stages, turn: 64 keys a warpgroup; dq by columns, or by rows
+_SM90_BACKWARD_TILES = {
+    "one": (64, 64, 64, 2, 1),
+    "two": (128, 64, 128, 3, 2),
+    "three": (128, 64, 128, 2, 3),
+    "four": (64, 128, 128, 2, 1),
+}
+
 # tile_q, tile_kv, threads_y, threads_x, chunk
 _SMALL_TILES = {
     "square": (16, 16, 8, 8, 16),
@@ -205,6 +241,12 @@ ROWS += [
     _small_mma("bfloat16", "slabs", 48, 16),
     _small_mma("bfloat16", "warps", 32, 80),
 ]
+ROWS += [
+    _small_sm90("float16", "one", 64, 64),
+    _small_sm90("bfloat16", "two", 64, 96),
+    _small_sm90("bfloat16", "three", 96, 64),
+    _small_sm90("float16", "four", 64, 64),
+]
 
 # Kernels with code for options: all of them, from which a call draws any, and the sets of few.
 OPTION_ROWS = [
@@ -216,6 +258,8 @@ OPTION_ROWS = [
     _small("float64", "wide", 2, 1, False, FEATURES),
     _small_mma("float16", "slabs", 32, 16, FEATURES),
     _small_mma("bfloat16", "warps", 16, 32, FEATURES),
+    _small_sm90("float16", "two", 64, 64, FEATURES),
+    _small_sm90("bfloat16", "one", 64, 64, FEATURES),
     *(shipped(dtype, 64, 64, options=FEATURES) for dtype in DTYPES),
     shipped("float32", 64, 64, options=("packed",)),
     shipped("float32", 64, 64, options=("bias",)),

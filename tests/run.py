@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 from check import Inputs
 
 import cuflash
-from cuflash import compile, device, host, launch
+from cuflash import compile, device, host, launch, select
 from cuflash.plan import Plan
 from cuflash.problem import Traits
 
@@ -23,16 +23,22 @@ from cuflash.problem import Traits
 def using(forward_plan: Plan, backward_plan: Plan) -> Iterator[None]:
     """Let every call run these plans instead of those that `select` would choose.
 
-    How arrays are copied is decided by the call's strides all the same.
+    How arrays are copied is decided by the call's strides all the same. Arrays that TMA cannot
+    load, such as empty ones, get what `select` would choose.
     """
 
-    def steps(direction: str, traits: Traits, index: int | None) -> list[Any]:
+    def steps(
+        direction: Literal["forward", "backward"], traits: Traits, index: int | None
+    ) -> list[Any]:
         where = device.CPU if index is None else device.gpu(index)
+        wanted = forward_plan if direction == "forward" else backward_plan
+        if not traits.boxes and any(kernel.boxes() for kernel in wanted):
+            wanted = select.choose(direction, traits, where)
         plan = [
             dataclasses.replace(kernel, aligned=traits.aligned)
             if hasattr(kernel, "aligned")
             else kernel
-            for kernel in (forward_plan if direction == "forward" else backward_plan)
+            for kernel in wanted
         ]
         return [(kernel, compile.kernel(kernel, where, index)) for kernel in plan]
 

@@ -17,6 +17,7 @@ from check import Inputs
 from hypothesis import strategies as st
 from matrix import Row
 
+BOXES = ("contiguous", "heads first", "apart")  # that TMA can load
 VIEWS = ("contiguous", "heads first", "inside", "reversed", "every other", "shared heads", "offset")
 WHOLE_VIEWS = ("contiguous", "heads first", "shared heads")  # that keep rows as aligned as they are
 VALUES = ("normal", "positive mean", "peaked", "large", "growing", "far", "poison")
@@ -93,8 +94,8 @@ def case_of(row: Row, number: int) -> Case:
     if packed:  # so that entries span several tiles too
         seqlen_q, seqlen_kv = seqlen_q + _length(rng, tile_q), seqlen_kv + _length(rng, tile_kv)
     # Elements that can be moved at once. 4 take a compilation of their own, for small plans only.
-    piece = rng.choice([1, 8] if "shipped" in row.name else [1, 4, 8])
-    views = VIEWS if piece == 1 else WHOLE_VIEWS
+    piece = rng.choice([8] if row.boxes else [1, 8] if "shipped" in row.name else [1, 4, 8])
+    views = BOXES if row.boxes else VIEWS if piece == 1 else WHOLE_VIEWS
     more = ["poison"] * 5 + ["growing", "far", "far"] * (not options)
     values = rng.choice([*VALUES, *more])
     sides = [_side(rng, seqlen_q, seqlen_kv, tile_kv) for _ in range(2)]
@@ -270,6 +271,11 @@ def _view(x: np.ndarray, view: str) -> np.ndarray:
     if view == "inside":  # of a larger buffer, whose rest is NaN
         buffer = np.full((batch, seq + 3, heads + 1, dim + 5), np.nan, x.dtype)
         y = buffer[:, 2 : 2 + seq, :heads, 3 : 3 + dim]
+        y[...] = x
+        return y
+    if view == "apart":  # the same, with rows at multiples of 16 bytes
+        buffer = np.full((batch, seq + 3, heads + 1, dim + 16), np.nan, x.dtype)
+        y = buffer[:, 2 : 2 + seq, :heads, 8 : 8 + dim]
         y[...] = x
         return y
     if view == "reversed":

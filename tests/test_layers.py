@@ -109,13 +109,14 @@ _KINDS: dict[str, tuple[str, ...]] = {
 }
 _SCALARS = {
     **{"dbias_parts": 8192, "row_stats": 8208, "dq_sums": 8224, "dq_turns": 8240},
+    **{"tickets": 8256},
     **{"seed_at": 0, "seed": 77},
     **{"scale": 0.375, "softcap": 2.5, "kept": 1 / (1 - 0.25), "batch": 3, "dropped": 2**30},
     **{"heads_q": 14, "heads_kv": 7, "seqlen_q": 5, "seqlen_kv": 6, "head_dim": 8},
     **{"head_dim_v": 12, "window_left": 9, "window_right": 10, "unused": 0},
 }
 _FLOATS = ("scale", "softcap", "kept")
-_MMA_PLACES = ("row_stats", "dq_sums", "dq_turns")
+_PLACES = ("row_stats", "dq_sums", "dq_turns", "tickets")
 
 
 def _example() -> tuple[problem.Problem, params.Operands, dict[str, float]]:
@@ -150,7 +151,7 @@ def _example() -> tuple[problem.Problem, params.Operands, dict[str, float]]:
         elif fields is _OFFSETS:
             numbers += [int(x.itemsize == 8)]
         want |= {f"{name}.{field}": n for field, n in zip(fields, numbers, strict=True)}
-    places = {"delta": 4096} | {name: want[name] for name in ("dbias_parts", *_MMA_PLACES)}
+    places = {"delta": 4096} | {name: want[name] for name in ("dbias_parts", *_PLACES)}
     return call, params.Operands(**given, **places), want  # type: ignore[arg-type]
 
 
@@ -158,7 +159,7 @@ def test_params_are_packed_where_kernels_read_them(tmp_path: Path) -> None:
     """The compiler says where each field lies; there must be the value that belongs to it."""
     call, operands, want = _example()
     text = '#include "host/cuda.h"\n#include "parts/types.cuh"\n'
-    text += f"namespace plan {{ constexpr int kParamsBytes = {plan.PARAMS_BYTES}; }}\n"
+    text += f"namespace plan {{ constexpr int kCallBytes = {plan.PARAMS_BYTES}; }}\n"
     text += '#include "attention/params.cuh"\n'
     for name, code in [
         ("offset", "offsetof(Params, {})"),

@@ -33,9 +33,8 @@
 #include "hw/semaphore.cuh"
 #include "parts/fragment.cuh"
 #include "parts/gradient_mma.cuh"
-#include "parts/score.cuh"
-#include "parts/softmax_lazy.cuh"
 #include "parts/special.cuh"
+#include "parts/transposed.cuh"
 #include "parts/work.cuh"
 
 using fragment::kSlab;
@@ -56,9 +55,6 @@ static_assert(kSplitCols % (16 * plan::kQueryWarps) == 0 &&
                   kSplitColsV % (16 * plan::kQueryWarps) == 0,
               "whole blocks of columns a warp");
 constexpr int kDqBlocksOfWarp = (kDqBlocks + kDqWarpsX - 1) / kDqWarpsX;
-
-// Options that make a score more than scale * product.
-constexpr bool kScored = plan::kSoftcap || plan::kBias || plan::kAlibi;
 
 template <int kCols>
 using TileOfQueries = fragment::Tile<plan::kTileQ, kCols>;
@@ -145,61 +141,6 @@ __device__ __forceinline__ void copy(const Params& p, Smem& smem, Visit visit, i
     }
 }
 
-// Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of; `query` and
-// `key` are the first of the fragments.
-template <class Visitor>
-__device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visitor visit) {
-#pragma unroll
-    for (int n = 0; n < kQueries8; ++n) {
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                visit(slab, n, i, query + 8 * n + fragment::col_of(i),
-                      key + kSlab * slab + fragment::row_of(i));
-            }
-        }
-    }
-}
-
-// Products become weights (P after dropout) and gradients of scores. A product of -inf is of a
-// hidden pair where options do not say so.
-template <bool kPlain>
-__device__ __forceinline__ void gradients(Fragments& s,
-                                          Fragments& dp,
-                                          const RowStats* rows,
-                                          const Scores& score,
-                                          int32 query,
-                                          int32 key) {
-    // Not 0, or -inf would not remain hidden.
-    const float scale = score.scale < 0.0f ? -score.unit() : score.unit();
-    RowStats row[2];
-    Scores::Row randoms[2];
-    for_each_pair(query, key, [&](int slab, int n, int i, int32 at_query, int32 at_key) {
-        if (slab == 0 && i < 2) {
-            row[i] = rows[8 * n + fragment::col_of(i)];
-            randoms[i] = score.row(at_query);
-        }
-        float& x = s[slab][n][i];
-        float& dx = dp[slab][n][i];
-        float slope = 1.0f;
-        bool seen = true;
-        if constexpr (kScored) {
-            const Score at = score.at(x, at_query, at_key, !kPlain);
-            x = hw::exp2_approx((at.value - row[i % 2].lse) * softmax::kLog2e);
-            slope = at.slope;
-            seen = at.seen;
-        } else {
-            x = hw::exp2_approx(fmaf(x, scale, -row[i % 2].lse) * softmax::kLog2e);
-            if (!kPlain) seen = x != 0.0f;
-        }
-        dx = score.survives(dx, randoms[i % 2], at_key) * score.kept_factor();
-        dx = x * (dx - row[i % 2].delta) * slope;
-        x = score.survives(x, randoms[i % 2], at_key);
-        if (!seen) x = dx = 0.0f;
-    });
-}
-
 // sums += x b, where rows of x are the warp's keys and columns the queries of the tile: of `x`, or
 // of `factor` if it went through shared memory.
 template <int kColumns8, int kCols>
@@ -270,18 +211,11 @@ __device__ __forceinline__ void turn(
     Fragments s, dp;
     fragment::clear(s);
     fragment::add_a_bt(s, smem.k, at.row, q, at.query);
-    if (!kPlain && !kScored) {
-        const float hidden =
-            score.scale < 0.0f ? softmax::infinity<float>() : -softmax::infinity<float>();
-        for_each_pair(query + at.query, at.first_key + at.row,
-                      [&](int slab, int n, int i, int32 at_query, int32 at_key) {
-                          if (!score.visible(at_query, at_key)) s[slab][n][i] = hidden;
-                      });
-    }
+    if (!kPlain) transposed::hide(s, score, query + at.query, at.first_key + at.row);
     fragment::clear(dp);
     fragment::add_a_bt(dp, smem.v, at.row, dout, at.query);
-    gradients<kPlain>(s, dp, smem.rows[slot] + at.query, score, query + at.query,
-                      at.first_key + at.row);
+    transposed::gradients<kPlain>(s, dp, smem.rows[slot] + at.query, score, query + at.query,
+                                  at.first_key + at.row);
     fragment::store_rounded(smem.factors[0], dp, at.row, at.query);
     if (kThroughShared) fragment::store_rounded(smem.factors[kThroughShared], s, at.row, at.query);
 

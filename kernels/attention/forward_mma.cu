@@ -19,8 +19,7 @@
 #include "hw/memory.cuh"
 #include "hw/sync.cuh"
 #include "parts/fragment.cuh"
-#include "parts/score.cuh"
-#include "parts/softmax_lazy.cuh"
+#include "parts/online.cuh"
 #include "parts/special.cuh"
 #include "parts/work.cuh"
 
@@ -30,9 +29,8 @@ constexpr int kCols8 = plan::kDimV / 8;    // and of results
 constexpr int kRows = 2 * kSlabs;          // that a lane has elements of
 constexpr int kRowsOfWarp = fragment::kSlab * kSlabs;
 
-// Options that make a score more than scale * product. Without them scores stay in units of
-// products, and the scale is part of the exponential's factor.
-constexpr bool kScored = plan::kSoftcap || plan::kBias || plan::kAlibi || plan::kSinks;
+using online::kScored;
+using online::LazyRow;
 
 struct Smem {
     fragment::Tile<plan::kTileQ, plan::kDim> q;
@@ -41,151 +39,17 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
-using LazyRow = softmax::LazyRow;
-
-// Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of. `query` and
-// `key` are the first of the warp's rows and of the tile.
-template <class Visit>
-__device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visit visit) {
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                visit(slab, n, i, query + fragment::kSlab * slab + fragment::row_of(i),
-                      key + 8 * n + fragment::col_of(i));
-            }
-        }
-    }
-}
-
-// Products become scores.
-template <bool kHides>
-__device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
-                                              const Scores& score,
-                                              int32 query,
-                                              int32 key) {
-    for_each_pair(query, key, [&](int slab, int n, int i, int32 row, int32 col) {
-        float& x = s[slab][n][i];
-        if constexpr (kScored) {
-            x = score.at(x, row, col, kHides).value;
-        } else if constexpr (kHides) {
-            if (!score.visible(row, col)) x = -softmax::infinity<float>();
-        }
-    });
-}
-
-// Which of these pairs are visible: bit 4 n + i of seen[slab]. Rare, so that it is to be short.
-__device__ __forceinline__ void look(uint64 (&seen)[kSlabs],
-                                     const Scores& score,
-                                     int32 query,
-                                     int32 key) {
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
-        seen[slab] = 0;
-#pragma unroll 1
-        for (int bit = 0; bit < 4 * kKeys8; ++bit) {
-            const int32 row = query + fragment::kSlab * slab + fragment::row_of(bit % 4);
-            const int32 col = key + bit / 4 * 8 + fragment::col_of(bit % 4);
-            if (score.visible(row, col)) seen[slab] |= uint64{1} << bit;
-        }
-    }
-}
-
-// May a row of the warp have outgrown its reference?
-//
-// Asked of the scores' bits as integers: the order of positive numbers is the same, negative ones
-// are below all of them, and three of them are compared at once. For a limit below 0, which says
-// nothing then, the answer is yes.
-__device__ __forceinline__ bool outgrown(const LazyRow (&rows)[kRows],
-                                         const float (&s)[kSlabs][kKeys8][4],
-                                         float headroom) {
-    bool grows = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        int largest = -1;
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-            const float (&x)[4] = s[r / 2][n];
-            largest =
-                hw::max3(largest, __float_as_int(x[r % 2 * 2]), __float_as_int(x[r % 2 * 2 + 1]));
-        }
-        const float limit = rows[r].limit(headroom);
-        grows |= limit<0.0f | largest> __float_as_int(limit);
-    }
-    return __any_sync(0xffffffffu, grows);
-}
-
-// Moves the references of rows to their maxima, and rescales what was summed up. Returns whether a
-// row of the warp has a large shift.
-__device__ __forceinline__ bool raise(LazyRow (&rows)[kRows],
-                                      float (&out)[kSlabs][kCols8][4],
-                                      const float (&s)[kSlabs][kKeys8][4],
-                                      float factor) {
-    bool large = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float largest = -softmax::infinity<float>();
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-            const float (&x)[4] = s[r / 2][n];
-            largest = softmax::larger(largest, softmax::larger(x[r % 2 * 2], x[r % 2 * 2 + 1]));
-        }
-        const float scale = rows[r].raise(softmax::row_max<4>(largest), factor);
-        large = large || rows[r].is_large(factor);
-#pragma unroll
-        for (int n = 0; n < kCols8; ++n) {
-            out[r / 2][n][r % 2 * 2] *= scale;
-            out[r / 2][n][r % 2 * 2 + 1] *= scale;
-        }
-    }
-    return __any_sync(0xffffffffu, large);
-}
-
-// Scores become probabilities, up to a factor of the row. kExact: also where a shift is large.
-template <bool kExact>
-__device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
-                                             LazyRow (&rows)[kRows],
-                                             const Scores& score,
-                                             const Scores::Row (&randoms)[kRows],
-                                             int32 key,
-                                             float factor) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const float shift = rows[r].shift(factor);
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float& x = s[r / 2][n][r % 2 * 2 + i];
-                x = kExact ? rows[r].exponential(x, factor)
-                           : hw::exp2_approx(fmaf(x, factor, -shift));
-                rows[r].sum += x;
-                if constexpr (plan::kDropout) {
-                    x = score.survives(x, randoms[r], key + 8 * n + fragment::col_of(i));
-                }
-            }
-        }
-    }
-}
-
 __device__ __forceinline__ void write_results(const Params& p,
                                               const Work& work,
                                               const Scores& score,
                                               int32 query,
-                                              LazyRow (&rows)[kRows],
+                                              const LazyRow (&rows)[kRows],
                                               const float (&out)[kSlabs][kCols8][4]) {
     const Matrix to = query_matrix(p.out, work.entry, work.head, p.head_dim_v);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const float total = softmax::row_sum<4>(rows[r].sum);
-        const float inverse = softmax::Row<float>::inverse(total) * score.kept_factor();
-        const int32 row = query + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2);
-        if (p.lse.data && row < to.rows && fragment::lane() % 4 == 0) {
-            const Vector lse = vector(p.lse, work.entry, work.head);
-            hw::store(lse.at(row), rows[r].log_sum_exp(total, kScored ? 1.0f : score.unit()));
-        }
+        const int32 row = online::row_at(query, r);
+        const float inverse = online::conclude(p, work.entry, work.head, score, rows[r], row);
 #pragma unroll
         for (int n = 0; n < kCols8; ++n) {
             const float (&x)[4] = out[r / 2][n];
@@ -219,17 +83,21 @@ __device__ __forceinline__ void turn(State& state,
     float s[kSlabs][kKeys8][4];
     fragment::clear(s);
     fragment::add_a_bt(s, q, warp_row, k);
-    if (kScored || !kPlain) finish_scores<!kPlain>(s, score, query, key);
-    const bool grows = outgrown(state.rows, s, softmax::kHeadroom / factor);
+    if (kScored || !kPlain) online::finish_scores<!kPlain>(s, score, query, key);
+    const bool grows = online::outgrown(state.rows, s, factor);
     if (kPlain && !grows) {
-        exponentials<false>(s, state.rows, score, state.randoms, key, factor);
+        online::exponentials<false>(s, state.rows, score, state.randoms, key, factor);
     } else {
-        if (grows) state.large = raise(state.rows, state.out, s, factor);
-        exponentials<true>(s, state.rows, score, state.randoms, key, factor);
+        if (grows) {
+            float scales[kRows];
+            state.large = online::raise(state.rows, scales, s, factor);
+            online::rescale(state.out, scales);
+        }
+        online::exponentials<true>(s, state.rows, score, state.randoms, key, factor);
     }
     if (!kPlain && hides && special::any<plan::kThreads>(v)) {
         uint64 seen[kSlabs];
-        look(seen, score, query, key);
+        online::look<kKeys8>(seen, score, query, key);
         special::add(state.out, v, [&](int slab, int i, int k) {
             return seen[slab] >> (4 * (k / 8) + i + k % 2) & 1;
         });
@@ -251,20 +119,13 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     const int32 query = first_query + warp_row;
     const TileRange keys = score.band.key_tiles(first_query, plan::kTileQ, plan::kTileKv);
     const TileRange plain = score.plain_key_tiles(first_query, plan::kTileQ, plan::kTileKv);
-    const float factor = kScored ? softmax::kLog2e : score.unit() * softmax::kLog2e;
+    const float factor = online::factor_of(score);
 
     State state;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        state.rows[r] = LazyRow::empty();
-        if constexpr (plan::kSinks) {
-            if (p.sinks.data && !entry.slack) {
-                const float sink = hw::load(head_value(p.sinks, 0, work.head));
-                state.rows[r] = LazyRow::with_sink(sink, factor, fragment::lane() % 4 == 0);
-            }
-        }
-        state.randoms[r] =
-            score.row(query + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2));
+        state.rows[r] = online::first_row(p, entry, work.head, factor);
+        state.randoms[r] = score.row(online::row_at(query, r));
     }
     state.large = kScored;  // until the first tile tells: a sink may be large
     fragment::clear(state.out);

@@ -64,6 +64,7 @@ struct Params {
     void* row_stats;    // workspace of the mma family, by query_slot(): parts/gradient_mma.cuh
     void* dq_sums;
     void* dq_turns;
+    void* tickets;  // uint64, 0 before and after each launch: work that blocks have taken
     const void* seed_at;  // one 64-bit integer; null: the seed is `seed`
     uint64 seed;
     double scale;    // scores are scale * <q, k>
@@ -83,4 +84,4 @@ struct Params {
 
 constexpr int32 kOpen = 0x7fffffff;
 
-static_assert(sizeof(Params) == plan::kParamsBytes, "params.cuh and params.py disagree");
+static_assert(sizeof(Params) == plan::kCallBytes, "params.cuh and params.py disagree");

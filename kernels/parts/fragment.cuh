@@ -18,8 +18,9 @@ namespace fragment {
 
 constexpr int kSlab = 16;
 
-template <int kRows, int kCols>
+template <int kRowsOfTile, int kColsOfTile>
 struct Tile {
+    static constexpr int kRows = kRowsOfTile, kCols = kColsOfTile;
     static_assert(kCols % 16 == 0, "whole steps of mma.sync");
     static constexpr int kPitch = kCols + 8;
 
@@ -136,6 +137,15 @@ __device__ __forceinline__ uint32 special(uint32 word) {
     return ~halves(~word & kExponents);
 }
 
+// The same at less cost: some of kSpecialBits of the result are set if a half is infinite or NaN.
+// Adding the lowest bit of the exponent carries over if all of its bits are set.
+constexpr uint32 kSpecialBits = 0x80008000u;
+__device__ __forceinline__ uint32 special_bits(uint32 word) {
+    constexpr uint32 kExponents = hw::kIsBfloat16<Element> ? 0x7f807f80u : 0x7c007c00u;
+    constexpr uint32 kLowest = hw::kIsBfloat16<Element> ? 0x00800080u : 0x04000400u;
+    return (word & kExponents) + kLowest;
+}
+
 // Makes 0 of what is infinite or NaN.
 __device__ __forceinline__ void remove_special(uint32 (&operand)[2][2]) {
 #pragma unroll
@@ -172,6 +182,15 @@ __device__ __forceinline__ void right(uint32 (&b)[2][2], const Element* down, in
     uint32 r[4];
     hw::ldmatrix<true>(r, down, offset);
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+}
+
+// The block at (row, col).
+template <int kRows, int kCols>
+__device__ __forceinline__ void right(uint32 (&b)[2][2],
+                                      const Tile<kRows, kCols>& t,
+                                      int row,
+                                      int col) {
+    right(b, place_down(t) + col, t.offset(row, 0));
 }
 
 // The transpose of a block as two right operands: b[0] is its first 8 rows, b[1] the others.

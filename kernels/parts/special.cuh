@@ -10,6 +10,7 @@
 
 namespace special {
 
+using fragment::right;
 using fragment::Tile;
 
 // Is any element of a tile infinite or NaN? For all threads of a block, as a barrier.
@@ -43,17 +44,13 @@ __device__ __forceinline__ void clear(Tile<kRows, kCols>& tile) {
 //
 // What rises and what falls is counted by products of ones; a NaN counts on both sides, so that it
 // comes out as inf - inf.
-template <bool kSigned, int kRows, int kCols, class Sees>
-__device__ __forceinline__ void sums(float (&x)[2][4],
-                                     const Tile<kRows, kCols>& b,
-                                     int col,
-                                     Sees sees) {
+template <bool kSigned, class Tile, class Sees>
+__device__ __forceinline__ void sums(float (&x)[2][4], const Tile& b, int col, Sees sees) {
     constexpr uint32 kOne = hw::kIsBfloat16<Element> ? 0x3f80u : 0x3c00u;
     constexpr uint32 kFractions = hw::kIsBfloat16<Element> ? 0x007f007fu : 0x03ff03ffu;
-    const Element* const from = fragment::place_down(b) + col;
     float rises[2][4] = {}, falls[2][4] = {};
 #pragma unroll 1
-    for (int k = 0; k < kRows; k += 16) {
+    for (int k = 0; k < Tile::kRows; k += 16) {
         uint32 seen[4], words[2][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -61,7 +58,7 @@ __device__ __forceinline__ void sums(float (&x)[2][4],
             seen[i] =
                 (sees(2 * (i % 2), at) ? kOne : 0u) | (sees(2 * (i % 2), at + 1) ? kOne << 16 : 0u);
         }
-        fragment::right(words, from, b.offset(k, 0));
+        right(words, b, k, col);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint32 up[2], down[2];
@@ -89,10 +86,8 @@ __device__ __forceinline__ void sums(float (&x)[2][4],
 }
 
 // Adds that to fragments of sums, of all columns of b: sees(slab, i, k).
-template <int kSlabs, int kColumns8, int kRows, int kCols, class Sees>
-__device__ __forceinline__ void add(float (&to)[kSlabs][kColumns8][4],
-                                    const Tile<kRows, kCols>& b,
-                                    Sees sees) {
+template <int kSlabs, int kColumns8, class Tile, class Sees>
+__device__ __forceinline__ void add(float (&to)[kSlabs][kColumns8][4], const Tile& b, Sees sees) {
 #pragma unroll
     for (int pair = 0; pair < kSlabs * kColumns8 / 2; ++pair) {
         const int slab = pair % kSlabs, n = pair / kSlabs * 2;
@@ -105,9 +100,9 @@ __device__ __forceinline__ void add(float (&to)[kSlabs][kColumns8][4],
 
 // Adds that to columns [to_col, to_col + 16) of rows [row, row + 16) of a matrix, each lane to the
 // elements that fragment::write() gave it.
-template <bool kSigned, int kRows, int kCols, class Sees>
+template <bool kSigned, class Tile, class Sees>
 __device__ __forceinline__ void add(
-    const Matrix& to, int32 row, int32 to_col, const Tile<kRows, kCols>& b, int col, Sees sees) {
+    const Matrix& to, int32 row, int32 to_col, const Tile& b, int col, Sees sees) {
     float x[2][4];
     sums<kSigned>(x, b, col, sees);
 #pragma unroll

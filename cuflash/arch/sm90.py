@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family of Hopper: TMA, wgmma and specialised warps, for float16 and bfloat16.
+
+Tile shapes are data; see docs/measured.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..device import Device
+from ..plan import BackwardDqMma, BackwardRowsMma, BackwardSm90, Delta, ForwardSm90, Plan
+from ..problem import Traits
+from . import simt
+from .mma import compiled_for
+
+__all__ = ["BackwardTile", "Sm90", "Tile", "backward", "forward"]
+
+_MAX_HEAD_DIM, _MAX_HEAD_DIM_BACKWARD = 256, 128
+_LACKING = frozenset({"softcap", "dropout"})
+_L2_BYTES = 2**25  # of keys and values that are worked on at once
+
+
+class Tile(NamedTuple):
+    """A tile shape, for head sizes (the larger of the two) up to `head_dim`."""
+
+    head_dim: int
+    tile_q: int
+    tile_kv: int
+    slots: int
+    stages: int
+    without: tuple[str, ...] = ()  # options that it has no registers for
+
+
+# Where several rows serve a head size, the first that fits the shared memory is taken.
+_FORWARD = (
+    Tile(64, 256, 64, 2, 4, without=("bias", "dropout")),
+    Tile(64, 128, 64, 2, 4),
+    Tile(96, 128, 128, 2, 2, without=("bias",)),
+    Tile(96, 128, 64, 2, 2),
+    Tile(128, 128, 128, 2, 2, without=("bias",)),
+    Tile(128, 128, 64, 2, 2),
+    Tile(192, 128, 80, 1, 2, without=("bias",)),
+    Tile(192, 128, 48, 1, 2),
+    Tile(256, 128, 80, 1, 2, without=("bias",)),
+    Tile(256, 128, 48, 1, 2, without=("dropout",)),
+    Tile(256, 64, 32, 1, 2),
+)
+
+
+class BackwardTile(NamedTuple):
+    """The same for the backward."""
+
+    head_dim: int
+    tile_q: int
+    tile_kv: int
+    stages: int
+    turn: int
+
+
+_BACKWARD = (
+    BackwardTile(64, 128, 128, 2, 1),
+    BackwardTile(128, 64, 128, 2, 2),
+)
+_TOGETHER = 2112  # sixteen blocks for each multiprocessor
+
+#: Padded head sizes; every size in between runs as the next one.
+_PADDED = (64, 96, 128, 192, 256)
+
+
+class Sm90:
+    """See the module's docstring."""
+
+    name = "sm90"
+
+    def rejects(self, direction: str, traits: Traits, device: Device) -> str | None:
+        """Return why the family cannot serve a problem, or None."""
+        if traits.dtype.itemsize != 2:
+            return f"wgmma takes float16 and bfloat16, not {traits.dtype}"
+        if max(traits.head_dim, traits.head_dim_v) > _MAX_HEAD_DIM:
+            return f"head sizes end at {_MAX_HEAD_DIM}"
+        if direction == "backward":
+            if max(traits.head_dim, traits.head_dim_v) > _MAX_HEAD_DIM_BACKWARD:
+                return f"head sizes of its backward end at {_MAX_HEAD_DIM_BACKWARD}"
+            if not _LACKING.isdisjoint(compiled_for(traits.features)):
+                return f"its backward has no registers for {', '.join(sorted(_LACKING))}"
+        if not traits.boxes:
+            return "TMA cannot load arrays with these strides"
+        if device.capability[0] != 9:
+            return "it needs compute capability 9.0"
+        return None
+
+    def forward(self, traits: Traits) -> list[list[Plan]]:
+        """Return the candidates for the one kernel of the forward, best first."""
+        options = compiled_for(traits.features)
+        need = max(traits.head_dim, traits.head_dim_v)
+        size = min(row.head_dim for row in _FORWARD if row.head_dim >= need)
+        return [
+            [
+                (forward(traits, row, options),)
+                for row in _FORWARD
+                if row.head_dim == size and options.isdisjoint(row.without)
+            ]
+        ]
+
+    def backward(self, traits: Traits) -> list[list[Plan]]:
+        """Return the candidates for each step of the backward, best first."""
+        options = compiled_for(traits.features)
+        need = max(traits.head_dim, traits.head_dim_v)
+        size = min(row.head_dim for row in _BACKWARD if row.head_dim >= need)
+        steps: list[list[Plan]] = [
+            [backward(traits, row, options) for row in _BACKWARD if row.head_dim == size]
+        ]
+        extra = simt.of_options(traits)
+        if extra:
+            steps.append([(Delta(traits.dtype.name),)])
+        return steps + extra
+
+
+def padded(head_dim: int) -> int:
+    """Return the head size that a kernel computes with."""
+    return next(size for size in _PADDED if size >= head_dim)
+
+
+def forward(traits: Traits, tile: Tile, options: frozenset[str] = frozenset()) -> ForwardSm90:
+    """Return the forward plan of a tile shape."""
+    dim, dim_v = padded(traits.head_dim), padded(traits.head_dim_v)
+    return ForwardSm90(
+        dtype=traits.dtype.name,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        dim=dim,
+        dim_v=dim_v,
+        slots=tile.slots,
+        stages=tile.stages,
+        together=_L2_BYTES // (2 * (dim + dim_v) * tile.tile_q),
+        **dict.fromkeys(options, True),
+    )
+
+
+def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = frozenset()) -> Plan:
+    """Return the backward plans of a tile shape."""
+    shared: dict[str, Any] = dict(
+        dtype=traits.dtype.name,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        dim=tile.head_dim,
+        splits=1,
+        turn=tile.turn,
+    )
+    dim_v = tile.head_dim
+    main = BackwardSm90(
+        **shared,
+        dim_v=dim_v,
+        stages=tile.stages,
+        together=_TOGETHER,
+        **dict.fromkeys(options, True),
+    )
+    packed = "packed" in options
+    rows = BackwardRowsMma(**shared, dim_v=dim_v, aligned=traits.aligned, packed=packed)
+    return rows, main, BackwardDqMma(**shared, packed=packed)

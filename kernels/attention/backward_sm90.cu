@@ -1,0 +1,604 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients on Hopper, by TMA and wgmma, for float16 and bfloat16. What it computes, and in
+// which order dq is summed up, is in backward_mma.cu.
+//
+// A block owns kTileKv keys of one key head, 64 for each of kGroups warpgroups that compute, and
+// walks the query heads of the group and their query tiles. Scores are transposed: rows are keys.
+// The warps of a further warpgroup have a role each: one loads, one looks through Q and dout, one
+// waits for turns with dq, and one ends them.
+//
+//     load      k q0 v dout0   q1 dout1                       ..
+//     look         q0 dout0       q1 dout1                     infinite or NaN, where not all see?
+//     compute      s = k q^T, dp = v dout^T | p, ds | dv += p dout, dq = ds^T k, dk += ds q | ..
+//     (turns)                                  wait for the turn, add dq, end the turn
+//
+// p and ds are left operands in registers; ds also goes through shared memory, where all
+// warpgroups find it for dq. Of dq a warpgroup has 64 queries, or, where a tile has no more, a
+// share of the columns.
+//
+// Barriers, and who arrives (lanes are one of a warp):
+//   k_full, v_full    the loader, and the bytes; for each part
+//   k_seen            the one who looks
+//   q_full, dout_full the loader, and the bytes, with those of the row statistics for q
+//   seen              the one who looks
+//   q_empty, dout_empty   lanes of the computing warps, and the one who looks
+//   turn_opens        the one who waits, and the one who ends, when the last turn is over
+//   turn_ends         lanes of the computing warps
+//   again_full        bytes that are loaded a second time: see clear() and add_special()
+//   and a named barrier of all who compute: ds is written
+//
+// Budget: a computing thread holds (kDim + kDimV) / 2 sums, kTileQ scores and their gradients, and
+// kTileQ / 2 of them rounded.
+#include "attention/params_tma.cuh"
+#include "hw/mbarrier.cuh"
+#include "hw/memory.cuh"
+#include "hw/reduce.cuh"
+#include "hw/semaphore.cuh"
+#include "hw/sync.cuh"
+#include "parts/gradient_mma.cuh"
+#include "parts/pipeline.cuh"
+#include "parts/special.cuh"
+#include "parts/swizzled.cuh"
+#include "parts/transposed.cuh"
+#include "parts/work.cuh"
+
+constexpr int kGroupThreads = 128, kGroupRows = 64;  // threads and keys of a warpgroup
+constexpr int kGroups = plan::kTileKv / kGroupRows;
+constexpr int kComputingWarps = 4 * kGroups, kComputingThreads = kGroups * kGroupThreads;
+constexpr int kQueries8 = plan::kTileQ / 8;              // columns of a fragment of scores
+constexpr int kSteps = plan::kTileQ / 16;                // of the sums over queries
+constexpr bool kByColumns = plan::kTileQ == kGroupRows;  // dq is shared out by columns, or by rows
+constexpr int kDqCols = kByColumns ? plan::kDim / kGroups : plan::kDim;  // of a warpgroup
+static_assert(kByColumns || plan::kTileQ == kGroups * kGroupRows, "64 queries a warpgroup");
+static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
+
+// Of a computing thread, and of the others: together no more than the block starts with.
+constexpr int kRegisters = 240, kFewRegisters = 24;
+
+using KeyTile = swizzled::Tile<plan::kTileKv, plan::kDim>;
+using ValueTile = swizzled::Tile<plan::kTileKv, plan::kDimV>;
+using QueryTile = swizzled::Tile<plan::kTileQ, plan::kDim>;
+using DoutTile = swizzled::Tile<plan::kTileQ, plan::kDimV>;
+using ScoreTile = swizzled::Tile<plan::kTileQ, plan::kTileKv>;
+static_assert(kDqCols % QueryTile::kChunk == 0, "whole chunks of columns");
+
+// What a block does. Thread 0 writes it.
+struct Notes {
+    Work work;
+    TileRange queries, plain;          // tiles that see any of the keys, and all
+    int32 group, visits;               // query heads, and how often a query tile of one is visited
+    int32 head_kv, row, row_q, batch;  // where boxes begin
+    int32 any;                         // 0: nothing to do; -1: no more parts
+    int32 special_k;                   // K has infinities or NaN, and some pairs are hidden
+    int32 special;                     // so have K, Q or dout
+};
+
+struct Smem {
+    KeyTile k;
+    ValueTile v;
+    QueryTile q[plan::kStages];
+    DoutTile dout[plan::kStages];
+    ScoreTile ds[2];
+    alignas(16) RowStats rows[plan::kStages][plan::kTileQ];
+    Notes notes;
+    int32 special[plan::kStages];  // found in Q or dout
+    int32 again;                   // parity of again_full
+    hw::MBarrier k_full, v_full, k_seen;
+    hw::MBarrier q_full[plan::kStages], q_empty[plan::kStages];
+    hw::MBarrier dout_full[plan::kStages], dout_empty[plan::kStages];
+    hw::MBarrier seen[plan::kStages];
+    hw::MBarrier turn_opens, turn_ends, again_full;
+};
+static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
+
+using Stages = Ring<plan::kStages>;
+
+// One turn of the main loop: a query tile of one query head of the group. Heads come in order, and
+// the queries of each from the last to the first.
+struct Visit {
+    int32 head, tile;
+
+    __device__ static __forceinline__ Visit first(const Notes& notes) {
+        const int32 head = notes.work.head + (notes.visits > 0 ? 0 : 1);
+        return {head * notes.group, notes.queries.last - 1};
+    }
+    __device__ __forceinline__ bool exists(const Notes& notes) const {
+        return head < (notes.work.head + 1) * notes.group;
+    }
+    __device__ __forceinline__ void next(const Notes& notes) {
+        if (--tile >= notes.queries.first) return;
+        tile = notes.queries.last - 1;
+        ++head;
+    }
+    // Does it begin or end a turn with dq?
+    __device__ __forceinline__ bool starts(const Notes& notes) const {
+        return (tile + 1) % plan::kTurn == 0 || tile == notes.queries.last - 1;
+    }
+    __device__ __forceinline__ bool ends(const Notes& notes) const {
+        return tile % plan::kTurn == 0 || tile == notes.queries.first;
+    }
+    __device__ __forceinline__ bool hides(const Notes& notes) const {
+        return tile < notes.plain.first || tile >= notes.plain.last;
+    }
+};
+
+__device__ __forceinline__ bool hides_any(const Notes& notes) {
+    return notes.plain.last - notes.plain.first < notes.queries.last - notes.queries.first;
+}
+
+// How many key tiles have their turn with the tile of a visit before this block.
+__device__ __forceinline__ int32 before(const Params& p, const Notes& notes, int32 tile) {
+    const int32 rows = tile / plan::kTurn * kTurnRows;
+    const Band band = Band::of(p, notes.work.entry);
+    return notes.work.tile - band.key_tiles(rows, kTurnRows, plan::kTileKv).first;
+}
+
+__device__ __forceinline__ int thread_of_group() {
+    return hw::forget(static_cast<int>(threadIdx.x)) % kGroupThreads;
+}
+
+// A barrier of all roles, between parts.
+__device__ __forceinline__ void sync_block() { hw::named_barrier_sync(2, plan::kThreads); }
+
+// A barrier of all who compute.
+__device__ __forceinline__ void sync_computing() { hw::named_barrier_sync(1, kComputingThreads); }
+
+// --- Roles ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_query_tile(
+    const TmaParams& p, QueryTile& to, hw::MBarrier& full, const Notes& notes, Visit visit) {
+    swizzled::load(to, p.q, full, notes.row_q + visit.tile * plan::kTileQ, visit.head, notes.batch);
+}
+__device__ __forceinline__ void load_dout_tile(
+    const TmaParams& p, DoutTile& to, hw::MBarrier& full, const Notes& notes, Visit visit) {
+    swizzled::load(to, p.dout, full, notes.row_q + visit.tile * plan::kTileQ, visit.head,
+                   notes.batch);
+}
+
+// Brings all tiles of a part. One thread.
+__device__ __forceinline__ void load_all(const TmaParams& p, Smem& smem, Stages& stage) {
+    const Notes& notes = smem.notes;
+    const int32 key = notes.row + notes.work.tile * plan::kTileKv;
+    Visit visit = Visit::first(notes);
+    if (notes.visits > 0) {
+        hw::mbarrier_arrive_expect_tx(smem.k_full, KeyTile::kBytes);
+        swizzled::load(smem.k, p.k, smem.k_full, key, notes.head_kv, notes.batch);
+    }
+    bool begins = true;
+#pragma unroll 1
+    for (; visit.exists(notes); stage.next(), visit.next(notes)) {
+        const int at = stage.at();
+        constexpr int kRowBytes = plan::kTileQ * static_cast<int>(sizeof(RowStats));
+        hw::mbarrier_wait(smem.q_empty[at], stage.parity() ^ 1);
+        hw::mbarrier_arrive_expect_tx(smem.q_full[at], QueryTile::kBytes + kRowBytes);
+        load_query_tile(p, smem.q[at], smem.q_full[at], notes, visit);
+        const int64 slot =
+            query_slot<plan::kTileQ>(p.call, notes.work.entry, visit.head, visit.tile);
+        hw::bulk_load(smem.rows[at], row_stats(p.call, slot), kRowBytes, smem.q_full[at]);
+        if (begins) {
+            hw::mbarrier_arrive_expect_tx(smem.v_full, ValueTile::kBytes);
+            swizzled::load(smem.v, p.v, smem.v_full, key, notes.head_kv, notes.batch);
+            begins = false;
+        }
+        hw::mbarrier_wait(smem.dout_empty[at], stage.parity() ^ 1);
+        hw::mbarrier_arrive_expect_tx(smem.dout_full[at], DoutTile::kBytes);
+        load_dout_tile(p, smem.dout[at], smem.dout_full[at], notes, visit);
+    }
+}
+
+// Says whether K, and tiles of Q and dout that something is hidden from, have infinities or NaN.
+__device__ __forceinline__ void look_through(Smem& smem, Stages& stage, Ring<1>& part) {
+    Notes& notes = smem.notes;
+    if (notes.visits > 0) {
+        hw::mbarrier_wait(smem.k_full, part.parity());
+        part.next();
+        const bool found = hides_any(notes) && swizzled::has_special(smem.k);
+        if (fragment::lane() == 0) notes.special_k = notes.special = found;
+        arrive(smem.k_seen);
+    }
+    Visit visit = Visit::first(notes);
+#pragma unroll 1
+    for (; visit.exists(notes); stage.next(), visit.next(notes)) {
+        const int at = stage.at();
+        hw::mbarrier_wait(smem.q_full[at], stage.parity());
+        hw::mbarrier_wait(smem.dout_full[at], stage.parity());
+        if (visit.hides(notes)) {
+            const bool found =
+                swizzled::has_special(smem.q[at]) | swizzled::has_special(smem.dout[at]);
+            if (fragment::lane() == 0) smem.special[at] = found;
+        }
+        arrive(smem.seen[at]);
+        arrive(smem.q_empty[at]);
+        arrive(smem.dout_empty[at]);
+    }
+}
+
+// Opens turns, in the order of key tiles. One thread; another one has its say too, so that neither
+// is left behind by a phase of turn_ends.
+__device__ __forceinline__ void open_turns(const Params& p, Smem& smem, Ring<1>& turn) {
+    const Notes& notes = smem.notes;
+    if (!p.dq.data) return;
+    Visit visit = Visit::first(notes);
+#pragma unroll 1
+    for (; visit.exists(notes); visit.next(notes)) {
+        if (!visit.starts(notes)) continue;
+        hw::semaphore_wait(dq_turn(p, notes.work.entry, visit.head, visit.tile, 0),
+                           before(p, notes, visit.tile));
+        if (turn.count > 0) hw::mbarrier_wait(smem.turn_ends, turn.parity() ^ 1);
+        hw::mbarrier_arrive(smem.turn_opens);
+        turn.next();
+    }
+}
+
+// Ends them. One thread.
+__device__ __forceinline__ void end_turns(const Params& p, Smem& smem, Ring<1>& turn) {
+    const Notes& notes = smem.notes;
+    if (!p.dq.data) return;
+    Visit visit = Visit::first(notes);
+#pragma unroll 1
+    for (; visit.exists(notes); visit.next(notes)) {
+        if (!visit.ends(notes)) continue;
+        hw::mbarrier_arrive(smem.turn_opens);
+        hw::mbarrier_wait(smem.turn_ends, turn.parity());
+        turn.next();
+        hw::semaphore_add(dq_turn(p, notes.work.entry, visit.head, visit.tile, 0), 1);
+    }
+}
+
+// --- Computing -----------------------------------------------------------------------------------
+
+struct Sums {
+    float dk[1][plan::kDim / 8][4];
+    float dv[1][plan::kDimV / 8][4];
+};
+
+// What a computing thread has passed.
+struct Places {
+    int group;
+    Stages stage;
+    Ring<1> part, turn;
+};
+
+// The first of the calling warp's keys in tiles.
+__device__ __forceinline__ int row_of_warp(int group) {
+    return group * kGroupRows + thread_of_group() / 32 * 16;
+}
+
+// Adds the warpgroup's part of dq of a visit to its sums.
+__device__ __forceinline__ void add_dq(const Params& p,
+                                       const Smem& smem,
+                                       const float (&dq)[1][kDqCols / 8][4],
+                                       Visit visit,
+                                       int group) {
+    const Notes& notes = smem.notes;
+    const Band band = Band::of(p, notes.work.entry);
+    const int32 first =
+        band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
+    const int slab = thread_of_group() / 32 + (kByColumns ? 0 : 4 * group);
+    const int64 slot = query_slot<plan::kTileQ>(p, notes.work.entry, visit.head, visit.tile);
+    float* const to = dq_sums(p, slot, slab, kByColumns ? group * (kDqCols / 8) : 0);
+#pragma unroll
+    for (int n = 0; n < kDqCols / 8; ++n) {
+        const float (&x)[4] = dq[0][n];
+        float* const at = to + dq_distance(0, n);
+        if (notes.work.tile == first) {
+            using Four = hw::Vec<float, 4>;
+            hw::store(reinterpret_cast<Four*>(at), Four{{x[0], x[1], x[2], x[3]}});
+        } else {
+            hw::reduce_add(at, x);
+        }
+    }
+}
+
+// Makes 0 of what is infinite or NaN, between barriers of all who compute. add_special() sees to
+// them.
+template <class Tile>
+__device__ __forceinline__ void clear(Tile& tile) {
+    swizzled::remove_special<kComputingThreads>(tile,
+                                                static_cast<int>(threadIdx.x) - kGroupThreads);
+}
+
+// Loads a tile anew; for all who compute. What was done to it before is over.
+template <class Tile, class Load>
+__device__ __forceinline__ void load_again(Smem& smem, Tile& tile, Load load_tile) {
+    const int32 parity = smem.again;
+    hw::fence_proxy_async();
+    sync_computing();
+    if (threadIdx.x == kGroupThreads) {
+        smem.again = parity ^ 1;
+        hw::mbarrier_arrive_expect_tx(smem.again_full, Tile::kBytes);
+        load_tile(tile, smem.again_full);
+    }
+    hw::mbarrier_wait(smem.again_full, parity);
+}
+
+__device__ __forceinline__ void load_keys_again(const TmaParams& p, Smem& smem) {
+    const Notes& notes = smem.notes;
+    load_again(smem, smem.k, [&](KeyTile& to, hw::MBarrier& full) {
+        swizzled::load(to, p.k, full, notes.row + notes.work.tile * plan::kTileKv, notes.head_kv,
+                       notes.batch);
+    });
+}
+
+template <bool kPlain>
+__device__ __forceinline__ void turn(
+    const TmaParams& maps, Smem& smem, Sums& sums, Visit visit, Places& at) {
+    const Params& p = maps.call;
+    const Notes& notes = smem.notes;
+    const Stages stage = at.stage;
+    at.stage.next();
+    QueryTile& q = smem.q[stage.at()];
+    DoutTile& dout = smem.dout[stage.at()];
+    ScoreTile& tile = smem.ds[stage.count % 2];
+
+    float s[1][kQueries8][4], dp[1][kQueries8][4];
+    hw::mbarrier_wait(smem.q_full[stage.at()], stage.parity());
+    swizzled::start_a_bt(s, smem.k, at.group * kGroupRows, q);
+    hw::mbarrier_wait(smem.dout_full[stage.at()], stage.parity());
+    swizzled::start_a_bt(dp, smem.v, at.group * kGroupRows, dout);
+    hw::wgmma_wait<0>();
+    hw::pin(swizzled::listed(s));
+    hw::pin(swizzled::listed(dp));
+
+    const int row = row_of_warp(at.group);
+    const int32 query = visit.tile * plan::kTileQ, key = notes.work.tile * plan::kTileKv + row;
+    const Scores score = Scores::of(p, notes.work.entry, visit.head);
+    if (!kPlain) transposed::hide(s, score, query, key);
+    transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], score, query, key);
+    uint32 weights[kSteps][4], ds[kSteps][4];
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+        fragment::left(weights[j], s[0], j);
+        fragment::left(ds[j], dp[0], j);
+        swizzled::put_transposed(tile, ds[j], 16 * j, row);
+    }
+    if (kPlain) swizzled::start_x_b(sums.dv, weights, dout, true);
+    hw::fence_proxy_async();
+    sync_computing();
+    if (!kPlain) {
+        hw::mbarrier_wait(smem.seen[stage.at()], stage.parity());
+        const bool special = uniform(smem.special[stage.at()]);
+        if (special) {
+            clear(q);
+            clear(dout);
+            if (threadIdx.x == kGroupThreads) smem.notes.special = 1;
+        }
+        if (notes.special_k) clear(smem.k);
+        if (special || notes.special_k) {
+            hw::fence_proxy_async();
+            sync_computing();
+        }
+        swizzled::start_x_b(sums.dv, weights, dout, true);
+    }
+    float dq[1][kDqCols / 8][4];
+    swizzled::start_a_b(dq, tile, kByColumns ? 0 : at.group * kGroupRows, smem.k,
+                        kByColumns ? at.group * kDqCols : 0);
+    hw::wgmma_wait<1>();
+    hw::pin(swizzled::listed(sums.dv));
+    arrive(smem.dout_empty[stage.at()]);
+    swizzled::start_x_b(sums.dk, ds, q, true);
+    hw::wgmma_wait<1>();
+    hw::pin(swizzled::listed(dq));
+    if (p.dq.data) {
+        if (visit.starts(notes)) hw::mbarrier_wait(smem.turn_opens, at.turn.parity());
+        add_dq(p, smem, dq, visit, at.group);
+        if (visit.ends(notes)) {
+            arrive(smem.turn_ends);
+            at.turn.next();
+        }
+    }
+    hw::wgmma_wait<0>();
+    hw::pin(swizzled::listed(sums.dk));
+    arrive(smem.q_empty[stage.at()]);
+    if (!kPlain && notes.special_k) load_keys_again(maps, smem);
+}
+
+// Rounds a warpgroup's sums and writes them, through the place of its keys or values.
+template <int kCols8, class Place>
+__device__ __forceinline__ void write(const Matrix& to,
+                                      const float (&sums)[1][kCols8][4],
+                                      float factor,
+                                      Place& place,
+                                      int32 first_key,
+                                      int group) {
+    using OutTile = swizzled::Tile<kGroupRows, 8 * kCols8>;
+    static_assert(sizeof(Place) == kGroups * sizeof(OutTile), "a place for each warpgroup");
+    OutTile& tile = reinterpret_cast<OutTile*>(&place)[group];
+    const int row = thread_of_group() / 32 * 16;
+    swizzled::put(tile, sums, {factor, factor}, row);
+    __syncwarp();
+    swizzled::write(to, first_key + group * kGroupRows + row, tile, row);
+}
+
+__device__ __forceinline__ void write_results(const Params& p,
+                                              Smem& smem,
+                                              const Sums& sums,
+                                              int group) {
+    if (!p.dk.data) return;
+    const Notes& notes = smem.notes;
+    const Entry& entry = notes.work.entry;
+    const int32 head = notes.work.head, key = notes.work.tile * plan::kTileKv;
+    const Scores score = Scores::of(p, entry, 0);
+    write(key_matrix(p.dk, entry, head, p.head_dim), sums.dk, score.scale, smem.k, key, group);
+    write(key_matrix(p.dv, entry, head, p.head_dim_v), sums.dv, score.kept_factor(), smem.v, key,
+          group);
+}
+
+// Adds what is special in Q, dout and K, in query tiles from which something is hidden, to the
+// results: see special.cuh.
+__device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, int group) {
+    const Params& p = maps.call;
+    const Notes& notes = smem.notes;
+    const Entry& entry = notes.work.entry;
+    const Matrix dk = key_matrix(p.dk, entry, notes.work.head, p.head_dim);
+    const Matrix dv = key_matrix(p.dv, entry, notes.work.head, p.head_dim_v);
+    const int32 first_key = notes.work.tile * plan::kTileKv;
+    const int32 key = first_key + row_of_warp(group);
+    const int warp = static_cast<int>(threadIdx.x) / 32 - 4;
+    load_keys_again(maps, smem);
+    Visit visit = Visit::first(notes);
+#pragma unroll 1
+    for (; visit.exists(notes); visit.next(notes)) {
+        if (!visit.hides(notes)) continue;
+        const int32 query = visit.tile * plan::kTileQ;
+        const Scores score = Scores::of(p, entry, visit.head);
+        load_again(smem, smem.q[0], [&](QueryTile& to, hw::MBarrier& full) {
+            load_query_tile(maps, to, full, notes, visit);
+        });
+        load_again(smem, smem.dout[0], [&](DoutTile& to, hw::MBarrier& full) {
+            load_dout_tile(maps, to, full, notes, visit);
+        });
+        const auto sees = [&](int i, int k) {
+            return score.visible(query + k, key + fragment::row_of(i));
+        };
+#pragma unroll 1
+        for (int col = 0; p.dk.data && col < plan::kDim; col += 16) {
+            special::add<false>(dk, key, col, smem.q[0], col, sees);
+        }
+#pragma unroll 1
+        for (int col = 0; p.dk.data && col < plan::kDimV; col += 16) {
+            special::add<true>(dv, key, col, smem.dout[0], col, sees);
+        }
+        if (!p.dq.data) continue;
+        const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
+#pragma unroll 1
+        for (int slab = 0; slab < plan::kTileQ / 16; ++slab) {
+#pragma unroll 1
+            for (int col = 16 * warp; col < plan::kDim; col += 16 * kComputingWarps) {
+                float x[2][4];
+                special::sums<false>(x, smem.k, col, [&](int i, int k) {
+                    return score.visible(query + 16 * slab + fragment::row_of(i), first_key + k);
+                });
+                hw::reduce_add(dq_sums(p, slot, slab, col / 8), x[0]);
+                hw::reduce_add(dq_sums(p, slot, slab, col / 8 + 1), x[1]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Places& at) {
+    const Notes& notes = smem.notes;
+    Sums sums;
+    fragment::clear(sums.dk);
+    fragment::clear(sums.dv);
+    if (notes.visits > 0) {
+        hw::mbarrier_wait(smem.k_full, at.part.parity());
+        hw::mbarrier_wait(smem.v_full, at.part.parity());
+        hw::mbarrier_wait(smem.k_seen, at.part.parity());
+        at.part.next();
+    }
+    Visit visit = Visit::first(notes);
+    visit = {uniform(visit.head), uniform(visit.tile)};
+    while (uniform(visit.exists(notes))) {
+        if (uniform(visit.hides(notes))) {
+            turn<false>(p, smem, sums, visit, at);
+            visit.next(notes);
+        }
+#pragma unroll 1
+        for (; uniform(visit.exists(notes) && !visit.hides(notes)); visit.next(notes)) {
+            turn<true>(p, smem, sums, visit, at);
+        }
+    }
+    sync_computing();  // no product reads keys or values any more
+    write_results(p.call, smem, sums, at.group);
+    if (uniform(notes.special)) add_special(p, smem, at.group);
+    hw::fence_proxy_async();
+}
+
+// --- Parts ---------------------------------------------------------------------------------------
+
+// Thread 0 says what there is to do. All lanes of its warp.
+__device__ __forceinline__ void take_notes(const Params& p, int64 index, Notes& notes) {
+    const int64 part = interleaved<Keys, plan::kTileKv, plan::kTogether>(p, index);
+    Work work = {slack(Keys(), 0, 0), 0, 0};
+    const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
+    if (threadIdx.x != 0) return;
+    const Scores score = Scores::of(p, work.entry, 0);
+    const int32 key = work.tile * plan::kTileKv;
+    notes.work = work;
+    notes.queries = score.band.query_tiles(key, plan::kTileKv, plan::kTileQ);
+    notes.plain = score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ);
+    notes.group = p.heads_q / p.heads_kv;
+    notes.visits = any ? notes.group * (notes.queries.last - notes.queries.first) : 0;
+    notes.head_kv = work.head;
+    notes.row = work.entry.first_kv;
+    notes.row_q = work.entry.first_q;
+    notes.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
+    notes.any = any;
+    notes.special_k = notes.special = 0;
+}
+
+// Warp 0 takes notes of all parts of the block, and loads what they need.
+__device__ __forceinline__ void lead(const TmaParams& p, Smem& smem) {
+    const int64 parts = work_parts<Keys, plan::kTileKv>(p.call);
+    Stages stage;
+    for (int64 index = blockIdx.x; index < parts; index += gridDim.x) {
+        take_notes(p.call, index, smem.notes);
+        sync_block();
+        if (threadIdx.x == 0) load_all(p, smem, stage);
+        __syncwarp();
+        sync_block();
+    }
+    if (threadIdx.x == 0) smem.notes.any = -1;
+    sync_block();
+}
+
+// What the other warps do in each part.
+template <class Role>
+__device__ __forceinline__ void follow(const Smem& smem, Role role) {
+    for (;;) {
+        sync_block();
+        const int32 any = uniform(smem.notes.any);
+        if (any < 0) return;
+        if (any) role();
+        __syncwarp();
+        sync_block();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
+    backward_sm90(const __grid_constant__ TmaParams p) {
+    Smem& smem = hw::shared_memory<Smem>();
+    if (threadIdx.x == 0) {
+        smem.again = 0;
+        hw::mbarrier_init(smem.k_full, 1);
+        hw::mbarrier_init(smem.v_full, 1);
+        hw::mbarrier_init(smem.k_seen, 1);
+        for (int i = 0; i < plan::kStages; ++i) {
+            hw::mbarrier_init(smem.q_full[i], 1);
+            hw::mbarrier_init(smem.dout_full[i], 1);
+            hw::mbarrier_init(smem.q_empty[i], kComputingWarps + 1);
+            hw::mbarrier_init(smem.dout_empty[i], kComputingWarps + 1);
+            hw::mbarrier_init(smem.seen[i], 1);
+        }
+        hw::mbarrier_init(smem.turn_opens, 2);
+        hw::mbarrier_init(smem.turn_ends, kComputingWarps);
+        hw::mbarrier_init(smem.again_full, 1);
+        hw::fence_mbarrier_init();
+    }
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+    if (warp >= 4) {
+        if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
+        Places at = {warp / 4 - 1};
+        follow(smem, [&] { compute(p, smem, at); });
+        return;
+    }
+    if constexpr (kGroups > 1) hw::registers_decrease<kFewRegisters>();
+    if (warp == 0) {
+        lead(p, smem);
+    } else if (warp == 1) {
+        Stages stage;
+        Ring<1> part;
+        follow(smem, [&] { look_through(smem, stage, part); });
+    } else {
+        Ring<1> turn;
+        follow(smem, [&] {
+            if (!hw::elect_one()) return;
+            if (warp == 2) {
+                open_turns(p.call, smem, turn);
+            } else {
+                end_turns(p.call, smem, turn);
+            }
+        });
+    }
+}

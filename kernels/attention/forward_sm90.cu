@@ -1,0 +1,488 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention forward on Hopper, by TMA and wgmma, for float16 and bfloat16. What it computes is in
+// forward_simt.cu.
+//
+// A block stays on its multiprocessor and takes one job after the other: kTileQ queries of a head,
+// 64 of them for each of kGroups warpgroups that compute. The warps of a further warpgroup have a
+// role each: one takes jobs and loads Q, one loads K, one V, and one looks through V.
+//
+//     take     q0        q1                       as soon as a slot is free
+//     load         k0 k1     k2 | k0 k1 ..
+//     load         v0 v1     v2 | v0 v1 ..
+//     look           v0 v1     v2 | v0 ..          is V infinite or NaN where something is hidden?
+//     compute        s0  s1 o0   s2 o1 | s0 o2 store  s1 o0 ..
+//
+// The product with V of a tile is started together with the scores of the next tile, also where
+// that one is the first of the next job, and runs while the exponentials of these scores are
+// computed. With one slot for Q a job ends before the next begins. Keys come from the last to the
+// first, so that causal order meets its diagonal first. More than two warpgroups start their
+// products in turns.
+//
+// Barriers, and who arrives (lanes are one of a warp):
+//   q_full[slot]      the taker, with the job, and the bytes of Q
+//   q_empty[slot]     lanes of all other warps, which read the job
+//   k_full, v_full    the loader, and the bytes of a tile
+//   k_empty, v_empty  lanes of the computing warps; of V also the one who looks
+//   v_seen            the one who looks
+//   special_added     lanes of the computing warps, and then
+//   v_cleared         the one who looks: see add_special()
+//
+// Budget: a computing thread holds (kTileKv + kDimV) / 2 accumulators and kTileKv / 4 weights, of
+// the 112 to 240 registers that kRegisters leaves it. Results go through the place of their Q.
+#include "attention/params_tma.cuh"
+#include "hw/mbarrier.cuh"
+#include "hw/memory.cuh"
+#include "hw/sync.cuh"
+#include "parts/online.cuh"
+#include "parts/pipeline.cuh"
+#include "parts/special.cuh"
+#include "parts/swizzled.cuh"
+#include "parts/work.cuh"
+
+constexpr int kGroupThreads = 128, kGroupRows = 64;  // threads and queries of a warpgroup
+constexpr int kGroups = plan::kTileQ / kGroupRows;
+constexpr int kComputingWarps = 4 * kGroups;
+constexpr int kKeys8 = plan::kTileKv / 8;   // columns of a fragment of scores
+constexpr int kCols8 = plan::kDimV / 8;     // and of results
+constexpr int kSteps = plan::kTileKv / 16;  // of the sum over keys
+constexpr bool kFlat = plan::kSlots > 1;    // a job's end overlaps with the next one's begin
+constexpr bool kInTurns = kGroups > 2;      // else they find their order by themselves
+static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
+
+// Of a computing thread, and of the others: together no more than the block starts with. One group
+// has enough from the start.
+constexpr int kRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 112;
+constexpr int kFewRegisters = kGroups == 2 ? 40 : 32;
+
+using online::kScored;
+using online::LazyRow;
+
+using QueryTile = swizzled::Tile<kGroupRows, plan::kDim>;
+using KeyTile = swizzled::Tile<plan::kTileKv, plan::kDim>;
+using ValueTile = swizzled::Tile<plan::kTileKv, plan::kDimV>;
+using OutTile = swizzled::Tile<kGroupRows, plan::kDimV>;
+
+// What a block does: some queries, and the tiles of keys that they see anything of, and all of.
+struct Job {
+    Work work;
+    TileRange keys, plain;
+    int32 exists;               // 0: there is no more work
+    int32 head_kv, row, batch;  // where the boxes of its keys begin
+};
+
+union QueryPlace {
+    QueryTile q;
+    OutTile out;
+};
+
+struct Smem {
+    QueryPlace q[plan::kSlots][kGroups];
+    KeyTile k[plan::kStages];
+    ValueTile v[plan::kStages];
+    Job jobs[plan::kSlots];
+    int32 special[plan::kStages];  // found in V
+    hw::MBarrier q_full[plan::kSlots], q_empty[plan::kSlots];
+    hw::MBarrier k_full[plan::kStages], k_empty[plan::kStages];
+    hw::MBarrier v_full[plan::kStages], v_seen[plan::kStages], v_empty[plan::kStages];
+    hw::MBarrier special_added, v_cleared;
+};
+static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
+
+using Slots = Ring<plan::kSlots>;
+using Stages = Ring<plan::kStages>;
+
+__device__ __forceinline__ int thread_of_group() {
+    return hw::forget(static_cast<int>(threadIdx.x)) % kGroupThreads;
+}
+
+__device__ __forceinline__ bool has_hidden(const Job& job, int32 tile) {
+    return tile < job.plain.first || tile >= job.plain.last;
+}
+
+// --- Bringing tiles ------------------------------------------------------------------------------
+
+// The next ticket of the grid: parts that no block has from the start. All lanes of a warp.
+__device__ __forceinline__ int64 draw(const Params& p, int64 parts) {
+    auto* const tickets = static_cast<uint64*>(p.tickets);
+    uint64 ticket = 0;
+    if (fragment::lane() == 0) {
+        ticket = atomicAdd(tickets, uint64{1});
+        // There are as many draws as parts: the last one puts the counter back for the next launch.
+        if (ticket == static_cast<uint64>(parts) - 1) {
+            atomicAdd(tickets, uint64{0} - static_cast<uint64>(parts));
+        }
+    }
+    return static_cast<int64>(__shfl_sync(0xffffffffu, ticket, 0)) + gridDim.x;
+}
+
+// Puts one job after the other into the slots, and starts to bring their queries. A warp.
+__device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
+    const Params& p = maps.call;
+    const int64 parts = work_parts<Queries, plan::kTileQ>(p);
+    Slots slot;
+    int64 index = blockIdx.x;
+    bool exists = true;
+    for (; exists; slot.next()) {
+        Work work = {slack(Queries(), 0, 0), 0, 0};
+        exists = false;
+        while (!exists && index < parts) {
+            exists = work_at<Queries, plan::kTileQ>(
+                p, interleaved<Queries, plan::kTileQ, plan::kTogether>(p, index), work);
+            index = draw(p, parts);
+        }
+        hw::mbarrier_wait(smem.q_empty[slot.at()], slot.parity() ^ 1);
+        if (!hw::elect_one()) continue;
+        Job& job = smem.jobs[slot.at()];
+        hw::MBarrier& full = smem.q_full[slot.at()];
+        const Scores score = Scores::of(p, work.entry, work.head);
+        const int32 query = work.tile * plan::kTileQ;
+        const TileRange keys = score.band.key_tiles(query, plan::kTileQ, plan::kTileKv);
+        const int32 batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
+        job.work = work;
+        job.keys = keys;
+        job.plain = score.plain_key_tiles(query, plan::kTileQ, plan::kTileKv);
+        job.exists = exists;
+        job.head_kv = work.head / (p.heads_q / p.heads_kv);
+        job.row = work.entry.first_kv;
+        job.batch = batch;
+        if (keys.first >= keys.last) {
+            hw::mbarrier_arrive(full);
+            continue;
+        }
+        hw::mbarrier_arrive_expect_tx(full, kGroups * QueryTile::kBytes);
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) {
+            swizzled::load(smem.q[slot.at()][group].q, maps.q, full,
+                           work.entry.first_q + query + group * kGroupRows, work.head, batch);
+        }
+    }
+}
+
+// Brings the keys or the values of all jobs. One thread.
+template <class Tile>
+__device__ __forceinline__ void load_all(Smem& smem,
+                                         Tile (&tiles)[plan::kStages],
+                                         const hw::TensorMap& map,
+                                         hw::MBarrier (&full)[plan::kStages],
+                                         hw::MBarrier (&empty)[plan::kStages]) {
+    Slots slot;
+    Stages stage;
+    for (;; slot.next()) {
+        hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
+        const Job& job = smem.jobs[slot.at()];
+        if (!job.exists) return;
+        const int32 first = job.keys.first;
+#pragma unroll 1
+        for (int32 tile = job.keys.last - 1; tile >= first; --tile, stage.next()) {
+            hw::mbarrier_wait(empty[stage.at()], stage.parity() ^ 1);
+            hw::mbarrier_arrive_expect_tx(full[stage.at()], Tile::kBytes);
+            swizzled::load(tiles[stage.at()], map, full[stage.at()], job.row + tile * plan::kTileKv,
+                           job.head_kv, job.batch);
+        }
+        hw::mbarrier_arrive(smem.q_empty[slot.at()]);
+    }
+}
+
+// Says of each tile of values that something is hidden from whether it has infinities or NaN. Those
+// it makes 0, once all who compute have added them to their results by themselves. A warp.
+__device__ __forceinline__ void look_through_values(Smem& smem) {
+    Slots slot;
+    Stages stage;
+    Ring<1> added;  // of special_added
+    for (;; slot.next()) {
+        hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
+        const Job& job = smem.jobs[slot.at()];
+        if (!job.exists) return;
+        const int32 first = job.keys.first;
+#pragma unroll 1
+        for (int32 tile = job.keys.last - 1; tile >= first; --tile, stage.next()) {
+            hw::mbarrier_wait(smem.v_full[stage.at()], stage.parity());
+            ValueTile& values = smem.v[stage.at()];
+            const bool found = has_hidden(job, tile) && swizzled::has_special(values);
+            if (fragment::lane() == 0) smem.special[stage.at()] = found;
+            arrive(smem.v_seen[stage.at()]);
+            if (found) {
+                hw::mbarrier_wait(smem.special_added, added.parity());
+                added.next();
+                swizzled::remove_special<32>(values, fragment::lane());
+                arrive(smem.v_cleared);
+            }
+            arrive(smem.v_empty[stage.at()]);
+        }
+        arrive(smem.q_empty[slot.at()]);
+    }
+}
+
+// --- Computing -----------------------------------------------------------------------------------
+
+// What a thread knows of its rows while it walks the keys.
+struct State {
+    LazyRow rows[2];
+    Scores::Row randoms[2];
+    float factor;
+    float out[1][kCols8][4];
+    uint32 weights[kSteps][4];  // of the last tile
+    bool pending;               // they have not met their values yet,
+    bool adds;                  // whose product is to be added to earlier ones
+    bool large;                 // a row of the warp has a large shift
+};
+
+struct Places {
+    int group;
+    Stages k;         // of the next tile
+    Ring<1> cleared;  // of v_cleared
+
+    // Of the values that are pending, those of the last tile.
+    __device__ __forceinline__ Stages v() const { return {k.count - 1}; }
+};
+
+// The first query of the calling warp.
+__device__ __forceinline__ int32 query_of(const Job& job, int group) {
+    return job.work.tile * plan::kTileQ + group * kGroupRows + thread_of_group() / 32 * 16;
+}
+
+// A barrier of the warpgroup.
+__device__ __forceinline__ void sync_group(int group) {
+    hw::named_barrier_sync(1 + kGroups + group, kGroupThreads);
+}
+
+// Rows before their first tile.
+__device__ __forceinline__ void start(const Params& p, State& state, const Job& job, int group) {
+    const Scores score = Scores::of(p, job.work.entry, job.work.head);
+    state.factor = online::factor_of(score);
+    const int32 query = query_of(job, group);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        state.rows[r] = online::first_row(p, job.work.entry, job.work.head, state.factor);
+        state.randoms[r] = score.row(online::row_at(query, r));
+    }
+    state.large = kScored;  // until the first tile tells: a sink may be large
+}
+
+// What results are multiplied by; writes log-sum-exps.
+__device__ __forceinline__ void conclude(
+    const Params& p, float (&inverse)[2], const State& state, const Job& job, int group) {
+    const Scores score = Scores::of(p, job.work.entry, job.work.head);
+    const int32 query = query_of(job, group);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        inverse[r] = online::conclude(p, job.work.entry, job.work.head, score, state.rows[r],
+                                      online::row_at(query, r));
+    }
+}
+
+// Writes the results of the job in a slot, through the place of its queries, and frees the slot.
+__device__ __forceinline__ void store(const Params& p,
+                                      Smem& smem,
+                                      const State& state,
+                                      const float (&inverse)[2],
+                                      int slot,
+                                      int group) {
+    const Job& job = smem.jobs[slot];
+    OutTile& tile = smem.q[slot][group].out;
+    const int row = thread_of_group() / 32 * 16;
+    sync_group(group);  // no product reads these queries any more
+    swizzled::put(tile, state.out, inverse, row);
+    __syncwarp();
+    swizzled::write(query_matrix(p.out, job.work.entry, job.work.head, p.head_dim_v),
+                    query_of(job, group), tile, row);
+    hw::fence_proxy_async();
+    arrive(smem.q_empty[slot]);
+}
+
+// Starts the product that is pending.
+__device__ __forceinline__ void start_product(Smem& smem, State& state, Stages v) {
+    hw::mbarrier_wait(smem.v_full[v.at()], v.parity());
+    swizzled::start_x_b(state.out, state.weights, smem.v[v.at()], state.adds);
+}
+
+// It is complete.
+__device__ __forceinline__ void end_product(Smem& smem, State& state, Stages v) {
+    hw::wgmma_wait<0>();
+    hw::pin(swizzled::listed(state.out));
+    arrive(smem.v_empty[v.at()]);
+    state.pending = false;
+}
+
+// If values that are pending have infinities or NaN, which not all see: adds them to the results of
+// those who do, and waits until they are 0.
+__device__ __forceinline__ void add_special(
+    const Params& p, Smem& smem, State& state, Places& at, const Job& job, int32 tile) {
+    const Stages v = at.v();
+    hw::mbarrier_wait(smem.v_seen[v.at()], v.parity());
+    if (!uniform(smem.special[v.at()])) return;
+    hw::mbarrier_wait(smem.v_full[v.at()], v.parity());
+    const Scores score = Scores::of(p, job.work.entry, job.work.head);
+    uint64 seen[1];
+    online::look<kKeys8>(seen, score, query_of(job, at.group), tile * plan::kTileKv);
+    if (!state.adds) fragment::clear(state.out);
+    state.adds = true;
+    special::add(state.out, smem.v[v.at()],
+                 [&](int, int i, int k) { return seen[0] >> (4 * (k / 8) + i + k % 2) & 1; });
+    arrive(smem.special_added);
+    hw::mbarrier_wait(smem.v_cleared, at.cleared.parity());
+    at.cleared.next();
+}
+
+// One turn of the main loop: a tile of keys. Most turns are plain: the tile hides nothing from the
+// block, no shift of the warp is large, and it is not the first of a job. kAdds: the product with
+// the values of the tile before is pending.
+template <bool kPlain, bool kAdds>
+__device__ __forceinline__ void turn(const Params& p,
+                                     Smem& smem,
+                                     State& state,
+                                     Places& at,
+                                     int slot,
+                                     int32 tile,
+                                     bool starts,
+                                     bool hides) {
+    const Job& job = smem.jobs[slot];
+    float inverse[2];
+    if (kPlain || (kAdds && !kFlat)) starts = false;
+    if (starts) {
+        if (kAdds) conclude(p, inverse, state, smem.jobs[slot ^ 1], at.group);
+        start(p, state, job, at.group);
+    }
+    float s[1][kKeys8][4];
+    const Stages k = at.k, v = at.v();
+    at.k.next();
+    hw::mbarrier_wait(smem.k_full[k.at()], k.parity());
+    if (kInTurns) hw::named_barrier_sync(1 + at.group, 2 * kGroupThreads);
+    swizzled::start_a_bt(s, smem.q[slot][at.group].q, 0, smem.k[k.at()]);
+    if (kAdds) start_product(smem, state, v);
+    if (kInTurns) hw::named_barrier_arrive(1 + (at.group + 1) % kGroups, 2 * kGroupThreads);
+    hw::wgmma_wait<kAdds ? 1 : 0>();
+    hw::pin(swizzled::listed(s));
+    arrive(smem.k_empty[k.at()]);
+
+    const Scores score = Scores::of(p, job.work.entry, job.work.head);
+    const int32 query = query_of(job, at.group), key = tile * plan::kTileKv;
+    if (!kPlain && hides) {
+        online::finish_scores<true>(s, score, query, key);
+    } else if (kScored) {
+        online::finish_scores<false>(s, score, query, key);
+    }
+    const bool grows = online::outgrown(state.rows, s, state.factor);
+    float scales[2];
+    if (kPlain && !grows) {
+        online::exponentials<false>(s, state.rows, score, state.randoms, key, state.factor);
+    } else {
+        if (grows) state.large = online::raise(state.rows, scales, s, state.factor);
+        online::exponentials<true>(s, state.rows, score, state.randoms, key, state.factor);
+    }
+    if (kAdds) {
+        end_product(smem, state, v);
+        if (starts) store(p, smem, state, inverse, slot ^ 1, at.group);
+    }
+    if (grows && !starts) online::rescale(state.out, scales);
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) fragment::left(state.weights[j], s[0], j);
+    state.pending = true;
+    state.adds = !starts;
+}
+
+// Ends the job in a slot.
+__device__ __forceinline__ void finish(
+    const Params& p, Smem& smem, State& state, Places& at, int slot) {
+    if (state.pending) {
+        start_product(smem, state, at.v());
+        end_product(smem, state, at.v());
+    }
+    float inverse[2];
+    conclude(p, inverse, state, smem.jobs[slot], at.group);
+    store(p, smem, state, inverse, slot, at.group);
+}
+
+// Scores are in units of |scale|: the queries of a negative one change their signs.
+__device__ __forceinline__ void negate(QueryTile& q, int group) {
+    auto* const words = reinterpret_cast<uint32*>(q.at);
+#pragma unroll 1
+    for (int i = thread_of_group(); i < QueryTile::kBytes / 4; i += kGroupThreads)
+        words[i] ^= 0x80008000u;
+    hw::fence_proxy_async();
+    sync_group(group);
+}
+
+__device__ __forceinline__ void compute(const Params& p, Smem& smem, int group) {
+    State state;
+    state.pending = false;
+    bool unfinished = false;  // the job before
+    Places at = {group};
+    Slots slot;
+    if (kInTurns && group == kGroups - 1) hw::named_barrier_arrive(1, 2 * kGroupThreads);
+    for (;; slot.next()) {
+        hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
+        const Job& job = smem.jobs[slot.at()];
+        const bool exists = uniform(job.exists);
+        const int32 first = uniform(job.keys.first), last = uniform(job.keys.last);
+        if (kFlat && unfinished && (!state.pending || first >= last)) {
+            finish(p, smem, state, at, slot.at() ^ 1);
+        }
+        if (!exists) return;
+        if (first >= last) {
+            start(p, state, job, group);
+            fragment::clear(state.out);
+        } else if (!kScored && p.scale < 0.0) {
+            negate(smem.q[slot.at()][group].q, group);
+        }
+        bool starts = true;
+        for (int32 tile = last; tile > uniform(job.keys.first); starts = false) {
+            const bool hides = uniform(has_hidden(job, --tile));
+            if (state.pending) {
+                turn<false, true>(p, smem, state, at, slot.at(), tile, starts, hides);
+            } else {
+                turn<false, false>(p, smem, state, at, slot.at(), tile, starts, hides);
+            }
+            if (hides) add_special(p, smem, state, at, job, tile);
+            // Now all plain ones, if the next is one.
+            const int32 stop = tile > uniform(job.plain.last) ? tile : uniform(job.plain.first);
+#pragma unroll 1
+            while (tile > stop && !state.large) {
+                turn<true, true>(p, smem, state, at, slot.at(), --tile, false, false);
+            }
+        }
+        unfinished = true;
+        if (!kFlat) finish(p, smem, state, at, slot.at());
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
+    forward_sm90(const __grid_constant__ TmaParams p) {
+    Smem& smem = hw::shared_memory<Smem>();
+    if (threadIdx.x == 0) {
+        hw::prefetch(p.q);
+        hw::prefetch(p.k);
+        hw::prefetch(p.v);
+        for (int i = 0; i < plan::kSlots; ++i) {
+            hw::mbarrier_init(smem.q_full[i], 1);
+            hw::mbarrier_init(smem.q_empty[i], kComputingWarps + 3);
+        }
+        for (int i = 0; i < plan::kStages; ++i) {
+            hw::mbarrier_init(smem.k_full[i], 1);
+            hw::mbarrier_init(smem.k_empty[i], kComputingWarps);
+            hw::mbarrier_init(smem.v_full[i], 1);
+            hw::mbarrier_init(smem.v_seen[i], 1);
+            hw::mbarrier_init(smem.v_empty[i], kComputingWarps + 1);
+        }
+        hw::mbarrier_init(smem.special_added, kComputingWarps);
+        hw::mbarrier_init(smem.v_cleared, 1);
+        hw::fence_mbarrier_init();
+    }
+    __syncthreads();
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+    if (warp >= 4) {
+        if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
+        compute(p.call, smem, warp / 4 - 1);
+        return;
+    }
+    if constexpr (kGroups > 1) hw::registers_decrease<kFewRegisters>();
+    if (warp == 0) {
+        take_all(p, smem);
+    } else if (warp == 1) {
+        if (hw::elect_one()) load_all(smem, smem.k, p.k, smem.k_full, smem.k_empty);
+    } else if (warp == 2) {
+        if (hw::elect_one()) load_all(smem, smem.v, p.v, smem.v_full, smem.v_empty);
+    } else {
+        look_through_values(smem);
+    }
+}

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// The run-time values of kernels that load by TMA: Params, and maps of arrays, with the axes (dim,
+// seq, head, batch). cuflash/params.py writes them behind Params.
+#pragma once
+#include "attention/params.cuh"
+#include "hw/tma.cuh"
+
+struct TmaParams {
+    Params call;
+    hw::TensorMap q, k, v, dout;
+};
+
+static_assert(sizeof(TmaParams) == plan::kParamsBytes, "params_tma.cuh and params.py disagree");

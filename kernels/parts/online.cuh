@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile of products becomes scores and then probabilities: the online softmax of softmax_lazy.cuh
+// on the fragments of a warp, as products on tensor cores leave them (fragment.cuh).
+//
+// A lane has the elements [slab][n][i] of scores in row fragment::row_of(i) of a slab, column 8 n +
+// fragment::col_of(i): of 2 kSlabs rows, row r being r % 2 * 8 down in slab r / 2.
+#pragma once
+#include "hw/sync.cuh"
+#include "parts/fragment.cuh"
+#include "parts/score.cuh"
+#include "parts/softmax_lazy.cuh"
+
+namespace online {
+
+// Options that make a score more than scale * product. Without them scores stay in units of
+// products, and the scale is part of the exponential's factor.
+constexpr bool kScored = plan::kSoftcap || plan::kBias || plan::kAlibi || plan::kSinks;
+
+using softmax::LazyRow;
+
+// What an exponential takes beside the score: exp2(score * factor).
+__device__ __forceinline__ float factor_of(const Scores& score) {
+    return kScored ? softmax::kLog2e : score.unit() * softmax::kLog2e;
+}
+
+// A row before its first tile.
+__device__ __forceinline__ LazyRow first_row(const Params& p,
+                                             const Entry& entry,
+                                             int32 head,
+                                             float factor) {
+    if constexpr (plan::kSinks) {
+        if (p.sinks.data && !entry.slack) {
+            const float sink = hw::load(head_value(p.sinks, 0, head));
+            return LazyRow::with_sink(sink, factor, fragment::lane() % 4 == 0);
+        }
+    }
+    return LazyRow::empty();
+}
+
+// The row r of a lane, of rows that begin at `first`.
+__device__ __forceinline__ int32 row_at(int32 first, int r) {
+    return first + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2);
+}
+
+// Products become scores; the pairs begin at (query, key).
+template <bool kHides, int kSlabs, int kKeys8>
+__device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
+                                              const Scores& score,
+                                              int32 query,
+                                              int32 key) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+        for (int n = 0; n < kKeys8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& x = s[slab][n][i];
+                const int32 row = query + fragment::kSlab * slab + fragment::row_of(i);
+                const int32 col = key + 8 * n + fragment::col_of(i);
+                if constexpr (kScored) {
+                    x = score.at(x, row, col, kHides).value;
+                } else if constexpr (kHides) {
+                    if (!score.visible(row, col)) x = -softmax::infinity<float>();
+                }
+            }
+        }
+    }
+}
+
+// Which of these pairs are visible: bit 4 n + i of seen[slab]. Rare, so that it is to be short.
+template <int kKeys8, int kSlabs>
+__device__ __forceinline__ void look(uint64 (&seen)[kSlabs],
+                                     const Scores& score,
+                                     int32 query,
+                                     int32 key) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+        seen[slab] = 0;
+#pragma unroll 1
+        for (int bit = 0; bit < 4 * kKeys8; ++bit) {
+            const int32 row = query + fragment::kSlab * slab + fragment::row_of(bit % 4);
+            const int32 col = key + bit / 4 * 8 + fragment::col_of(bit % 4);
+            if (score.visible(row, col)) seen[slab] |= uint64{1} << bit;
+        }
+    }
+}
+
+// May a row of the warp have outgrown its reference?
+//
+// Asked of the scores' bits as integers: the order of positive numbers is the same, negative ones
+// are below all of them, and three of them are compared at once. For a limit below 0, which says
+// nothing then, the answer is yes.
+template <int kSlabs, int kKeys8>
+__device__ __forceinline__ bool outgrown(const LazyRow (&rows)[2 * kSlabs],
+                                         const float (&s)[kSlabs][kKeys8][4],
+                                         float factor) {
+    const float headroom = softmax::kHeadroom / factor;
+    bool grows = false;
+#pragma unroll
+    for (int r = 0; r < 2 * kSlabs; ++r) {
+        int largest = -1;
+#pragma unroll
+        for (int n = 0; n < kKeys8; ++n) {
+            const float (&x)[4] = s[r / 2][n];
+            largest =
+                hw::max3(largest, __float_as_int(x[r % 2 * 2]), __float_as_int(x[r % 2 * 2 + 1]));
+        }
+        const float limit = rows[r].limit(headroom);
+        grows |= limit<0.0f | largest> __float_as_int(limit);
+    }
+    return __any_sync(0xffffffffu, grows);
+}
+
+// Moves the references of rows to their maxima. What was summed up before is to be rescaled by
+// `scales`. Returns whether a row of the warp has a large shift.
+template <int kSlabs, int kKeys8>
+__device__ __forceinline__ bool raise(LazyRow (&rows)[2 * kSlabs],
+                                      float (&scales)[2 * kSlabs],
+                                      const float (&s)[kSlabs][kKeys8][4],
+                                      float factor) {
+    bool large = false;
+#pragma unroll
+    for (int r = 0; r < 2 * kSlabs; ++r) {
+        float largest = -softmax::infinity<float>();
+#pragma unroll
+        for (int n = 0; n < kKeys8; ++n) {
+            const float (&x)[4] = s[r / 2][n];
+            largest = softmax::larger(largest, softmax::larger(x[r % 2 * 2], x[r % 2 * 2 + 1]));
+        }
+        scales[r] = rows[r].raise(softmax::row_max<4>(largest), factor);
+        large = large || rows[r].is_large(factor);
+    }
+    return __any_sync(0xffffffffu, large);
+}
+
+template <int kSlabs, int kCols8>
+__device__ __forceinline__ void rescale(float (&out)[kSlabs][kCols8][4],
+                                        const float (&scales)[2 * kSlabs]) {
+#pragma unroll
+    for (int r = 0; r < 2 * kSlabs; ++r) {
+#pragma unroll
+        for (int n = 0; n < kCols8; ++n) {
+            out[r / 2][n][r % 2 * 2] *= scales[r];
+            out[r / 2][n][r % 2 * 2 + 1] *= scales[r];
+        }
+    }
+}
+
+// Scores become probabilities, up to a factor of the row. kExact: also where a shift is large.
+template <bool kExact, int kSlabs, int kKeys8>
+__device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
+                                             LazyRow (&rows)[2 * kSlabs],
+                                             const Scores& score,
+                                             const Scores::Row (&randoms)[2 * kSlabs],
+                                             int32 key,
+                                             float factor) {
+#pragma unroll
+    for (int r = 0; r < 2 * kSlabs; ++r) {
+        const float shift = rows[r].shift(factor);
+#pragma unroll
+        for (int n = 0; n < kKeys8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float& x = s[r / 2][n][r % 2 * 2 + i];
+                x = kExact ? rows[r].exponential(x, factor)
+                           : hw::exp2_approx(fmaf(x, factor, -shift));
+                rows[r].sum += x;
+                if constexpr (plan::kDropout) {
+                    x = score.survives(x, randoms[r], key + 8 * n + fragment::col_of(i));
+                }
+            }
+        }
+    }
+}
+
+// What the results of a row are multiplied by in the end. Writes its log-sum-exp, by one lane, if
+// it is wanted.
+__device__ __forceinline__ float conclude(const Params& p,
+                                          const Entry& entry,
+                                          int32 head,
+                                          const Scores& score,
+                                          const LazyRow& row,
+                                          int32 query) {
+    const float total = softmax::row_sum<4>(row.sum);
+    if (p.lse.data && query < entry.seqlen_q && fragment::lane() % 4 == 0) {
+        const Vector lse = vector(p.lse, entry, head);
+        hw::store(lse.at(query), row.log_sum_exp(total, kScored ? 1.0f : score.unit()));
+    }
+    return softmax::Row<float>::inverse(total) * score.kept_factor();
+}
+
+}  // namespace online
