@@ -26,6 +26,7 @@ __all__ = [
     "BackwardDqSimt",
     "BackwardMma",
     "BackwardRowsMma",
+    "BackwardRowsSm90",
     "BackwardSm90",
     "Box",
     "Delta",
@@ -365,6 +366,21 @@ class BackwardMma(_BackwardMma):
 
     def scratch(self, problem: Problem) -> dict[str, int]:
         return {"dq_sums": self._query_tiles(problem) * self.tile_q * self.dim * 4}
+
+
+@dataclass(frozen=True)
+class BackwardRowsSm90(BackwardRowsMma):
+    """``backward_rows_sm90.cu``: a block has a tile of queries, whose rows are aligned."""
+
+    kernel = "backward_rows_sm90"
+    family = "sm90"
+    target_suffix = "a"
+    smem_alignment = 1024
+
+    @property
+    def smem_bytes(self) -> int:
+        """A tile of out and one of dout."""
+        return 2 * self.tile_q * self.dim_v * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,8 @@ def careful(call: _Dense, dtype: np.dtype, backward: bool) -> dict[str, np.ndarr
     sink = accum.type(-np.inf) if o.sinks is None else o.sinks.astype(accum)[:, None, None]
     m = np.maximum(x.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     if dtype.itemsize == 2:  # a lazy softmax rounds relative to the sink or an early score
-        early = x[..., : sk // 2].max(axis=-1, keepdims=True, initial=-np.inf)
+        halves = (x[..., : sk // 2], x[..., sk // 2 :])  # kernels begin at either end
+        early = np.minimum(*(h.max(axis=-1, keepdims=True, initial=-np.inf) for h in halves))
         early = np.where(np.isfinite(sink), sink, early)
         m = np.where(m - early < _HEADROOM, early, m)
     m = np.where(np.isfinite(m), m, zero)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..device import Device
-from ..plan import BackwardDqMma, BackwardRowsMma, BackwardSm90, Delta, ForwardSm90, Plan
+from ..plan import BackwardDqMma, BackwardRowsSm90, BackwardSm90, Delta, ForwardSm90, Plan
 from ..problem import Traits
 from . import simt
 from .mma import compiled_for
@@ -157,5 +157,5 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         **dict.fromkeys(options, True),
     )
     packed = "packed" in options
-    rows = BackwardRowsMma(**shared, dim_v=dim_v, aligned=traits.aligned, packed=packed)
+    rows = BackwardRowsSm90(**shared, dim_v=dim_v, aligned=traits.aligned, packed=packed)
     return rows, main, BackwardDqMma(**shared, packed=packed)

@@ -43,24 +43,11 @@ __device__ __forceinline__ void rows_of_tile(const Params& p, const Work& work, 
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
             const int row = fragment::row_of(i);
             if (row != 8 * half + fragment::col_of(i)) continue;
-            RowStats stats = RowStats::none();
             const int32 at = first + slab + row;
-            if (at < entry.seqlen_q) {
-                const float lse = hw::load(vector(p.lse, entry, work.head).at(at));
-                if (lse != -softmax::infinity<float>()) {
-                    stats = {lse, sums[0][half][i]};
-                    if (p.dlse.data) {
-                        stats.delta -= hw::load(vector(p.dlse, entry, work.head).at(at));
-                    }
-                }
-            }
-            hw::store(rows + slab + row, stats);
+            hw::store(rows + slab + row, RowStats::of(p, entry, work.head, at, sums[0][half][i]));
         }
     }
-    const int split = static_cast<int>(threadIdx.x);
-    if (work.tile % plan::kTurn == 0 && split < plan::kSplits) {
-        hw::store(dq_turn(p, entry, work.head, work.tile, split), 0);
-    }
+    clear_turns(p, work);
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads)

@@ -10,6 +10,7 @@
 // A fragment of sums (fragment.cuh) lies as lanes hold it, so that a warp moves 512 bytes in a row.
 #pragma once
 #include "parts/fragment.cuh"
+#include "parts/operand.cuh"
 #include "parts/softmax.cuh"
 #include "parts/work.cuh"
 
@@ -22,6 +23,16 @@ struct RowStats {
 
     // A row past the end, and one that sees no key: all probabilities are 0.
     __device__ static __forceinline__ RowStats none() { return {softmax::infinity<float>(), 0.0f}; }
+
+    // Row `at` of an entry, of which `sum` is rowsum(dout * out).
+    __device__ static __forceinline__ RowStats
+    of(const Params& p, const Entry& entry, int32 head, int32 at, float sum) {
+        if (at >= entry.seqlen_q) return none();
+        const float lse = hw::load(vector(p.lse, entry, head).at(at));
+        if (lse == -softmax::infinity<float>()) return none();
+        if (p.dlse.data) sum -= hw::load(vector(p.dlse, entry, head).at(at));
+        return {lse, sum};
+    }
 };
 
 __device__ __forceinline__ RowStats* row_stats(const Params& p, int64 slot) {
@@ -33,6 +44,14 @@ __device__ __forceinline__ int* dq_turn(
     const Params& p, const Entry& entry, int32 head, int32 tile, int split) {
     const int64 slot = query_slot<kTurnRows>(p, entry, head, tile / plan::kTurn);
     return static_cast<int*>(p.dq_turns) + slot * plan::kSplits + split;
+}
+
+// No key tile has had its turn with a query tile. One thread for each split.
+__device__ __forceinline__ void clear_turns(const Params& p, const Work& work) {
+    const int split = static_cast<int>(threadIdx.x);
+    if (work.tile % plan::kTurn == 0 && split < plan::kSplits) {
+        hw::store(dq_turn(p, work.entry, work.head, work.tile, split), 0);
+    }
 }
 
 // How many numbers the fragment of rows [16 slab, 16 slab + 16) and columns [8 n, 8 n + 8) lies

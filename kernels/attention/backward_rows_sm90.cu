@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// What backward_sm90.cu needs of each row of scores: as backward_rows_mma.cu, by wgmma.
+//
+// A block has a tile of queries, and each of its warpgroups 64 of them. Their sums are the diagonal
+// of out dout^T, by the same instructions in the same order as dP = v dout^T: a row with all its
+// weight on one key has out = v, and dP - delta is then 0 to the last bit.
+#include "attention/params.cuh"
+#include "hw/memory.cuh"
+#include "hw/sync.cuh"
+#include "parts/gradient_mma.cuh"
+#include "parts/swizzled.cuh"
+
+constexpr int kRows = 64, kGroups = plan::kTileQ / kRows;  // of a warpgroup
+using Tile = swizzled::Tile<kRows, plan::kDimV>;
+static_assert(plan::kThreads == 128 * kGroups, "a warpgroup for 64 queries");
+
+struct Smem {
+    Tile out[kGroups], dout[kGroups];
+};
+static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
+
+// A warpgroup brings 64 rows of a head, aligned to 16 bytes, from row `first` on.
+__device__ __forceinline__ void copy(Tile& tile, const Matrix& from, int32 first) {
+    constexpr int kPieces = plan::kDimV / 8;
+    using Piece = hw::Vec<uint32, 4>;
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x) % 128; i < kRows * kPieces; i += 128) {
+        const int row = i / kPieces, col = i % kPieces * 8;
+        Piece piece = {};
+        if (first + row < from.rows && col < from.cols) {
+            const Element* const at = from.data + (first + row) * from.stride_row + col;
+            piece = hw::load(reinterpret_cast<const Piece*>(at));
+        }
+        *reinterpret_cast<Piece*>(tile.piece(row, col)) = piece;
+    }
+}
+
+__device__ __forceinline__ void sum_rows(const Params& p, const Work& work, Smem& smem) {
+    const Entry& entry = work.entry;
+    const int group = static_cast<int>(threadIdx.x) / 128;
+    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    const int32 first = work.tile * plan::kTileQ + group * kRows;
+    copy(smem.out[group], query_matrix(p.out, entry, work.head, p.head_dim_v), first);
+    copy(smem.dout[group], query_matrix(p.dout, entry, work.head, p.head_dim_v), first);
+    hw::fence_proxy_async();
+    __syncthreads();
+    float sums[1][kRows / 8][4];
+    swizzled::start_a_bt(sums, smem.out[group], 0, smem.dout[group]);
+    hw::wgmma_wait<0>();
+    hw::pin(swizzled::listed(sums));
+
+    RowStats* const rows =
+        row_stats(p, query_slot<plan::kTileQ>(p, entry, work.head, work.tile)) + group * kRows;
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n) {  // rows [8 n, 8 n + 8) meet their own columns there
+#pragma unroll
+        for (int i = n % 2 * 2; i < n % 2 * 2 + 2; ++i) {
+            const int row = 16 * warp + fragment::row_of(i);
+            if (n / 2 != warp || row != 8 * n + fragment::col_of(i)) continue;
+            hw::store(rows + row, RowStats::of(p, entry, work.head, first + row, sums[0][n][i]));
+        }
+    }
+    clear_turns(p, work);
+}
+
+extern "C" __global__ void __launch_bounds__(plan::kThreads)
+    backward_rows_sm90(const __grid_constant__ Params p) {
+    Smem& smem = hw::shared_memory<Smem>();
+    const int64 parts = work_parts<Queries, plan::kTileQ>(p);
+    for (int64 index = blockIdx.x; index < parts; index += gridDim.x) {
+        if (index != blockIdx.x) __syncthreads();  // all have finished the previous part
+        Work work;
+        if (work_at<Queries, plan::kTileQ>(p, index, work) && !work.entry.slack) {
+            sum_rows(p, work, smem);
+        }
+    }
+}
