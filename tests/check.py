@@ -379,9 +379,8 @@ def careful(call: _Dense, dtype: np.dtype, backward: bool) -> dict[str, np.ndarr
     x = np.where(visible, x, -np.inf)
     sink = accum.type(-np.inf) if o.sinks is None else o.sinks.astype(accum)[:, None, None]
     m = np.maximum(x.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-    if dtype.itemsize == 2:  # a lazy softmax rounds relative to the sink or an early score
-        halves = (x[..., : sk // 2], x[..., sk // 2 :])  # kernels begin at either end
-        early = np.minimum(*(h.max(axis=-1, keepdims=True, initial=-np.inf) for h in halves))
+    if dtype.itemsize == 2:  # a lazy softmax rounds relative to the sink or what came first
+        early = np.partition(x, -2, axis=-1)[..., -2:-1] if sk > 1 else m  # the second largest
         early = np.where(np.isfinite(sink), sink, early)
         m = np.where(m - early < _HEADROOM, early, m)
     m = np.where(np.isfinite(m), m, zero)
