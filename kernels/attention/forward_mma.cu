@@ -85,16 +85,16 @@ __device__ __forceinline__ void turn(State& state,
     fragment::add_a_bt(s, q, warp_row, k);
     if (kScored || !kPlain) online::finish_scores<!kPlain>(s, score, query, key);
     const bool grows = online::outgrown(state.rows, s, factor);
-    if (kPlain && !grows) {
-        online::exponentials<false>(s, state.rows, score, state.randoms, key, factor);
-    } else {
-        if (grows) {
-            float scales[kRows];
-            state.large = online::raise(state.rows, scales, s, factor);
-            online::rescale(state.out, scales);
-        }
-        online::exponentials<true>(s, state.rows, score, state.randoms, key, factor);
+    if (grows) {
+        float scales[kRows];
+        state.large = online::raise(state.rows, scales, s, factor);
+        online::rescale(state.out, scales);
     }
+    float shifts[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) shifts[r] = state.rows[r].shift(factor);
+    if ((!kPlain || grows) && state.large) online::compare_first(s, state.rows, shifts);
+    online::exponentials(s, state.rows, shifts, score, state.randoms, key, factor);
     if (!kPlain && hides && special::any<plan::kThreads>(v)) {
         uint64 seen[kSlabs];
         online::look<kKeys8>(seen, score, query, key);

@@ -62,10 +62,22 @@ using KeyTile = swizzled::Tile<plan::kTileKv, plan::kDim>;
 using ValueTile = swizzled::Tile<plan::kTileKv, plan::kDimV>;
 using OutTile = swizzled::Tile<kGroupRows, plan::kDimV>;
 
-// What a block does: some queries, and the tiles of keys that they see anything of, and all of.
+// The tiles of keys that some queries see anything of, and all of.
+struct SeenTiles {
+    TileRange any, all;
+
+    __device__ __forceinline__ bool has(int32 tile) const {
+        return any.first <= tile && tile < any.last;
+    }
+    __device__ __forceinline__ bool hides(int32 tile) const {
+        return tile < all.first || tile >= all.last;
+    }
+};
+
+// What a block does: some queries.
 struct Job {
     Work work;
-    TileRange keys, plain;
+    SeenTiles keys, keys_of_group[kGroups];
     int32 exists;               // 0: there is no more work
     int32 head_kv, row, batch;  // where the boxes of its keys begin
 };
@@ -95,8 +107,10 @@ __device__ __forceinline__ int thread_of_group() {
     return hw::forget(static_cast<int>(threadIdx.x)) % kGroupThreads;
 }
 
-__device__ __forceinline__ bool has_hidden(const Job& job, int32 tile) {
-    return tile < job.plain.first || tile >= job.plain.last;
+// Of queries [query, query + queries).
+__device__ __forceinline__ SeenTiles seen_tiles(const Scores& score, int32 query, int32 queries) {
+    return {score.band.key_tiles(query, queries, plan::kTileKv),
+            score.plain_key_tiles(query, queries, plan::kTileKv)};
 }
 
 // --- Bringing tiles ------------------------------------------------------------------------------
@@ -136,16 +150,19 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
         hw::MBarrier& full = smem.q_full[slot.at()];
         const Scores score = Scores::of(p, work.entry, work.head);
         const int32 query = work.tile * plan::kTileQ;
-        const TileRange keys = score.band.key_tiles(query, plan::kTileQ, plan::kTileKv);
+        const SeenTiles keys = seen_tiles(score, query, plan::kTileQ);
         const int32 batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
         job.work = work;
         job.keys = keys;
-        job.plain = score.plain_key_tiles(query, plan::kTileQ, plan::kTileKv);
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) {
+            job.keys_of_group[group] = seen_tiles(score, query + group * kGroupRows, kGroupRows);
+        }
         job.exists = exists;
         job.head_kv = work.head / (p.heads_q / p.heads_kv);
         job.row = work.entry.first_kv;
         job.batch = batch;
-        if (keys.first >= keys.last) {
+        if (keys.any.first >= keys.any.last) {
             hw::mbarrier_arrive(full);
             continue;
         }
@@ -171,9 +188,9 @@ __device__ __forceinline__ void load_all(Smem& smem,
         hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
         if (!job.exists) return;
-        const int32 first = job.keys.first;
+        const int32 first = job.keys.any.first;
 #pragma unroll 1
-        for (int32 tile = job.keys.last - 1; tile >= first; --tile, stage.next()) {
+        for (int32 tile = job.keys.any.last - 1; tile >= first; --tile, stage.next()) {
             hw::mbarrier_wait(empty[stage.at()], stage.parity() ^ 1);
             hw::mbarrier_arrive_expect_tx(full[stage.at()], Tile::kBytes);
             swizzled::load(tiles[stage.at()], map, full[stage.at()], job.row + tile * plan::kTileKv,
@@ -193,12 +210,12 @@ __device__ __forceinline__ void look_through_values(Smem& smem) {
         hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
         if (!job.exists) return;
-        const int32 first = job.keys.first;
+        const int32 first = job.keys.any.first;
 #pragma unroll 1
-        for (int32 tile = job.keys.last - 1; tile >= first; --tile, stage.next()) {
+        for (int32 tile = job.keys.any.last - 1; tile >= first; --tile, stage.next()) {
             hw::mbarrier_wait(smem.v_full[stage.at()], stage.parity());
             ValueTile& values = smem.v[stage.at()];
-            const bool found = has_hidden(job, tile) && swizzled::has_special(values);
+            const bool found = job.keys.hides(tile) && swizzled::has_special(values);
             if (fragment::lane() == 0) smem.special[stage.at()] = found;
             arrive(smem.v_seen[stage.at()]);
             if (found) {
@@ -244,6 +261,14 @@ __device__ __forceinline__ int32 query_of(const Job& job, int group) {
 // A barrier of the warpgroup.
 __device__ __forceinline__ void sync_group(int group) {
     hw::named_barrier_sync(1 + kGroups + group, kGroupThreads);
+}
+
+// The warpgroups start their products one after the other, if there are many.
+template <class Start>
+__device__ __forceinline__ void take_turn(int group, Start start) {
+    if (kInTurns) hw::named_barrier_sync(1 + group, 2 * kGroupThreads);
+    start();
+    if (kInTurns) hw::named_barrier_arrive(1 + (group + 1) % kGroups, 2 * kGroupThreads);
 }
 
 // Rows before their first tile.
@@ -324,8 +349,31 @@ __device__ __forceinline__ void add_special(
     at.cleared.next();
 }
 
+// A tile that the warpgroup sees nothing of, though others do.
+__device__ __forceinline__ void pass(Smem& smem, State& state, Places& at, bool looked_through) {
+    if (state.pending) {
+        start_product(smem, state, at.v());
+        end_product(smem, state, at.v());
+    }
+    const Stages stage = at.k;
+    at.k.next();
+    hw::mbarrier_wait(smem.k_full[stage.at()], stage.parity());
+    take_turn(at.group, [] {});
+    arrive(smem.k_empty[stage.at()]);
+    hw::mbarrier_wait(smem.v_full[stage.at()], stage.parity());
+    if (looked_through) {
+        hw::mbarrier_wait(smem.v_seen[stage.at()], stage.parity());
+        if (uniform(smem.special[stage.at()])) {
+            arrive(smem.special_added);
+            hw::mbarrier_wait(smem.v_cleared, at.cleared.parity());
+            at.cleared.next();
+        }
+    }
+    arrive(smem.v_empty[stage.at()]);
+}
+
 // One turn of the main loop: a tile of keys. Most turns are plain: the tile hides nothing from the
-// block, no shift of the warp is large, and it is not the first of a job. kAdds: the product with
+// warpgroup, no shift of the warp is large, and it is not the first of a job. kAdds: the product with
 // the values of the tile before is pending.
 template <bool kPlain, bool kAdds>
 __device__ __forceinline__ void turn(const Params& p,
@@ -347,10 +395,10 @@ __device__ __forceinline__ void turn(const Params& p,
     const Stages k = at.k, v = at.v();
     at.k.next();
     hw::mbarrier_wait(smem.k_full[k.at()], k.parity());
-    if (kInTurns) hw::named_barrier_sync(1 + at.group, 2 * kGroupThreads);
-    swizzled::start_a_bt(s, smem.q[slot][at.group].q, 0, smem.k[k.at()]);
-    if (kAdds) start_product(smem, state, v);
-    if (kInTurns) hw::named_barrier_arrive(1 + (at.group + 1) % kGroups, 2 * kGroupThreads);
+    take_turn(at.group, [&] {
+        swizzled::start_a_bt(s, smem.q[slot][at.group].q, 0, smem.k[k.at()]);
+        if (kAdds) start_product(smem, state, v);
+    });
     hw::wgmma_wait<kAdds ? 1 : 0>();
     hw::pin(swizzled::listed(s));
     arrive(smem.k_empty[k.at()]);
@@ -363,13 +411,12 @@ __device__ __forceinline__ void turn(const Params& p,
         online::finish_scores<false>(s, score, query, key);
     }
     const bool grows = online::outgrown(state.rows, s, state.factor);
-    float scales[2];
-    if (kPlain && !grows) {
-        online::exponentials<false>(s, state.rows, score, state.randoms, key, state.factor);
-    } else {
-        if (grows) state.large = online::raise(state.rows, scales, s, state.factor);
-        online::exponentials<true>(s, state.rows, score, state.randoms, key, state.factor);
-    }
+    float scales[2], shifts[2];
+    if (grows) state.large = online::raise(state.rows, scales, s, state.factor);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) shifts[r] = state.rows[r].shift(state.factor);
+    if ((!kPlain || grows) && state.large) online::compare_first(s, state.rows, shifts);
+    online::exponentials(s, state.rows, shifts, score, state.randoms, key, state.factor);
     if (kAdds) {
         end_product(smem, state, v);
         if (starts) store(p, smem, state, inverse, slot ^ 1, at.group);
@@ -414,32 +461,41 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem, int group) 
         hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
         const bool exists = uniform(job.exists);
-        const int32 first = uniform(job.keys.first), last = uniform(job.keys.last);
-        if (kFlat && unfinished && (!state.pending || first >= last)) {
+        const SeenTiles& own = job.keys_of_group[group];
+        const int32 first = uniform(job.keys.any.first), last = uniform(job.keys.any.last);
+        const bool begins = exists && uniform(own.has(last - 1));  // with the block's first tile
+        if (kFlat && unfinished && !(state.pending && begins)) {
             finish(p, smem, state, at, slot.at() ^ 1);
         }
         if (!exists) return;
-        if (first >= last) {
+        if (uniform(own.any.first >= own.any.last)) {
             start(p, state, job, group);
             fragment::clear(state.out);
         } else if (!kScored && p.scale < 0.0) {
             negate(smem.q[slot.at()][group].q, group);
         }
         bool starts = true;
-        for (int32 tile = last; tile > uniform(job.keys.first); starts = false) {
-            const bool hides = uniform(has_hidden(job, --tile));
-            if (state.pending) {
+        for (int32 tile = last; tile > first;) {
+            const bool looked_through = uniform(job.keys.hides(--tile));
+            if (!uniform(own.has(tile))) {
+                pass(smem, state, at, looked_through);
+                continue;
+            }
+            const bool hides = uniform(own.hides(tile));
+            if (!state.pending) {
+                turn<false, false>(p, smem, state, at, slot.at(), tile, starts, hides);
+            } else if (starts || hides || state.large) {
                 turn<false, true>(p, smem, state, at, slot.at(), tile, starts, hides);
             } else {
-                turn<false, false>(p, smem, state, at, slot.at(), tile, starts, hides);
-            }
-            if (hides) add_special(p, smem, state, at, job, tile);
-            // Now all plain ones, if the next is one.
-            const int32 stop = tile > uniform(job.plain.last) ? tile : uniform(job.plain.first);
+                const int32 stop = looked_through ? tile : uniform(job.keys.all.first);
 #pragma unroll 1
-            while (tile > stop && !state.large) {
-                turn<true, true>(p, smem, state, at, slot.at(), --tile, false, false);
+                for (;; --tile) {
+                    turn<true, true>(p, smem, state, at, slot.at(), tile, false, false);
+                    if (tile <= stop || state.large) break;
+                }
             }
+            starts = false;
+            if (looked_through) add_special(p, smem, state, at, job, tile);
         }
         unfinished = true;
         if (!kFlat) finish(p, smem, state, at, slot.at());

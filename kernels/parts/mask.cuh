@@ -12,6 +12,16 @@ struct TileRange {
     int32 first, last;  // [first, last)
 };
 
+// The keys that one query sees by its position.
+struct KeysOfQuery {
+    int32 first;
+    uint32 count;
+
+    __device__ __forceinline__ bool holds(int32 key) const {
+        return static_cast<uint32>(key) - static_cast<uint32>(first) < count;
+    }
+};
+
 struct Band {
     int32 first_diagonal, last_diagonal;
     int32 seqlen_q, seqlen_kv;
@@ -37,6 +47,14 @@ struct Band {
         const int32 diagonal = key - query;
         return diagonal >= first_diagonal && diagonal <= last_diagonal && query < seqlen_q &&
                key < seqlen_kv;
+    }
+
+    // The same of all keys, with one compare for each.
+    __device__ __forceinline__ KeysOfQuery keys_of(int32 query) const {
+        const int32 first = max(query + first_diagonal, 0);
+        const int32 last = min(query + last_diagonal, seqlen_kv - 1);
+        const bool any = query < seqlen_q && last >= first;
+        return {first, any ? static_cast<uint32>(last - first) + 1u : 0u};
     }
 
     // Does every query of [query, query + queries) see every key of [key, key + keys)?

@@ -49,18 +49,21 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
                                               int32 query,
                                               int32 key) {
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
+    for (int r = 0; r < 2 * kSlabs; ++r) {
+        const int32 row = row_at(query, r);
+        const KeysOfQuery keys = score.band.keys_of(row);
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& x = s[slab][n][i];
-                const int32 row = query + fragment::kSlab * slab + fragment::row_of(i);
+            for (int i = 0; i < 2; ++i) {
+                float& x = s[r / 2][n][r % 2 * 2 + i];
                 const int32 col = key + 8 * n + fragment::col_of(i);
                 if constexpr (kScored) {
                     x = score.at(x, row, col, kHides).value;
                 } else if constexpr (kHides) {
-                    if (!score.visible(row, col)) x = -softmax::infinity<float>();
+                    if (!(keys.holds(col) && score.shown(row, col))) {
+                        x = -softmax::infinity<float>();
+                    }
                 }
             }
         }
@@ -146,24 +149,40 @@ __device__ __forceinline__ void rescale(float (&out)[kSlabs][kCols8][4],
     }
 }
 
-// Scores become probabilities, up to a factor of the row. kExact: also where a shift is large.
-template <bool kExact, int kSlabs, int kKeys8>
+// Where the warp has a large shift: scores are compared with their references now, and not in the
+// exponentials.
+template <int kSlabs, int kKeys8>
+__device__ __forceinline__ void compare_first(float (&s)[kSlabs][kKeys8][4],
+                                              const LazyRow (&rows)[2 * kSlabs],
+                                              float (&shifts)[2 * kSlabs]) {
+#pragma unroll
+    for (int r = 0; r < 2 * kSlabs; ++r) {
+#pragma unroll
+        for (int n = 0; n < kKeys8; ++n) {
+            s[r / 2][n][r % 2 * 2] -= rows[r].base();
+            s[r / 2][n][r % 2 * 2 + 1] -= rows[r].base();
+        }
+        shifts[r] = 0.0f;
+    }
+}
+
+// Scores become probabilities, up to a factor of the row.
+template <int kSlabs, int kKeys8>
 __device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
                                              LazyRow (&rows)[2 * kSlabs],
+                                             const float (&shifts)[2 * kSlabs],
                                              const Scores& score,
                                              const Scores::Row (&randoms)[2 * kSlabs],
                                              int32 key,
                                              float factor) {
 #pragma unroll
     for (int r = 0; r < 2 * kSlabs; ++r) {
-        const float shift = rows[r].shift(factor);
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float& x = s[r / 2][n][r % 2 * 2 + i];
-                x = kExact ? rows[r].exponential(x, factor)
-                           : hw::exp2_approx(fmaf(x, factor, -shift));
+                x = hw::exp2_approx(fmaf(x, factor, -shifts[r]));
                 rows[r].sum += x;
                 if constexpr (plan::kDropout) {
                     x = score.survives(x, randoms[r], key + 8 * n + fragment::col_of(i));

@@ -132,8 +132,13 @@ struct Scores {
     }
 
     __device__ __forceinline__ bool visible(int32 query, int32 key) const {
-        bool seen = band.visible(query, key);
-        if constexpr (plan::kMask) seen = seen && unmasked(query, key);
+        return band.visible(query, key) && shown(query, key);
+    }
+
+    // Of a pair inside the band.
+    __device__ __forceinline__ bool shown(int32 query, int32 key) const {
+        bool seen = true;
+        if constexpr (plan::kMask) seen = unmasked(query, key);
         if constexpr (plan::kBias) {
             seen = seen && !(bias_at(query, key) == -softmax::infinity<Accum>());
         }
