@@ -269,7 +269,8 @@ class ForwardSm90(KernelPlan):
         """The tiles; a job and two barriers a slot, a word and five barriers a stage, two."""
         rows = self.slots * self.tile_q * max(self.dim, self.dim_v)
         rows += self.stages * self.tile_kv * (self.dim + self.dim_v)
-        rest = self.slots * (72 + 16) + self.stages * (4 + 40) + 16 + 8
+        job = 72 + 16 * (self.tile_q // 64)
+        rest = self.slots * (job + 16) + self.stages * (4 + 40) + 16 + 8
         return _ceil(rows * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:
@@ -398,7 +399,7 @@ class BackwardSm90(_BackwardMma):
 
     dim_v: int  # as dim, of head_dim_v
     stages: int  # of q and dout
-    together: int  # blocks of several heads that are launched tile by tile
+    heads_together: int  # whose blocks are launched tile by tile
 
     @property
     def threads(self) -> int:
@@ -407,10 +408,10 @@ class BackwardSm90(_BackwardMma):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles; two numbers a row; notes; a word and five barriers a stage, and six."""
+        """The tiles; two numbers a row; notes; a step, a word and five barriers a stage; six."""
         elements = (self.tile_kv + self.stages * self.tile_q) * (self.dim + self.dim_v)
         elements += 2 * self.tile_q * self.tile_kv
-        rest = self.stages * (8 * self.tile_q + 4 + 40) + 96 + 4 + 48 + 12
+        rest = self.stages * (8 * self.tile_q + 24 + 4 + 40) + 96 + 4 + 48 + 16
         return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:

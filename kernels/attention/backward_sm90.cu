@@ -73,6 +73,15 @@ struct Notes {
     int32 special;                     // so have K, Q or dout
 };
 
+// A visit of a query tile, for those who compute.
+struct Step {
+    float* dq;     // the calling lane's share is lane() * 4 further; null: not wanted
+    int32 query;   // the first of the tile
+    int32 head;
+    bool begins;   // no key tile was here before
+    bool starts, ends;  // a turn with dq
+};
+
 struct Smem {
     KeyTile k;
     ValueTile v;
@@ -81,6 +90,7 @@ struct Smem {
     ScoreTile ds[2];
     alignas(16) RowStats rows[plan::kStages][plan::kTileQ];
     Notes notes;
+    Step steps[plan::kStages];
     int32 special[plan::kStages];  // found in Q or dout
     int32 again;                   // parity of again_full
     hw::MBarrier k_full, v_full, k_seen;
@@ -133,8 +143,8 @@ __device__ __forceinline__ int32 before(const Params& p, const Notes& notes, int
     return notes.work.tile - band.key_tiles(rows, kTurnRows, plan::kTileKv).first;
 }
 
-__device__ __forceinline__ int thread_of_group() {
-    return hw::forget(static_cast<int>(threadIdx.x)) % kGroupThreads;
+__device__ __forceinline__ uint32 thread_of_group() {
+    return hw::forget(static_cast<uint32>(threadIdx.x)) % kGroupThreads;
 }
 
 // A barrier of all roles, between parts.
@@ -155,6 +165,18 @@ __device__ __forceinline__ void load_dout_tile(
                    notes.batch);
 }
 
+__device__ __forceinline__ Step
+step_of(const Params& p, const Notes& notes, Visit visit, int64 slot) {
+    const int32 query = visit.tile * plan::kTileQ;
+    const Band band = Band::of(p, notes.work.entry);
+    return {p.dq.data ? dq_of(p, slot) : nullptr,
+            query,
+            visit.head,
+            notes.work.tile == band.key_tiles(query, plan::kTileQ, plan::kTileKv).first,
+            visit.starts(notes),
+            visit.ends(notes)};
+}
+
 // Brings all tiles of a part. One thread.
 __device__ __forceinline__ void load_all(const TmaParams& p, Smem& smem, Stages& stage) {
     const Notes& notes = smem.notes;
@@ -169,11 +191,12 @@ __device__ __forceinline__ void load_all(const TmaParams& p, Smem& smem, Stages&
     for (; visit.exists(notes); stage.next(), visit.next(notes)) {
         const int at = stage.at();
         constexpr int kRowBytes = plan::kTileQ * static_cast<int>(sizeof(RowStats));
-        hw::mbarrier_wait(smem.q_empty[at], stage.parity() ^ 1);
-        hw::mbarrier_arrive_expect_tx(smem.q_full[at], QueryTile::kBytes + kRowBytes);
-        load_query_tile(p, smem.q[at], smem.q_full[at], notes, visit);
         const int64 slot =
             query_slot<plan::kTileQ>(p.call, notes.work.entry, visit.head, visit.tile);
+        hw::mbarrier_wait(smem.q_empty[at], stage.parity() ^ 1);
+        smem.steps[at] = step_of(p.call, notes, visit, slot);
+        hw::mbarrier_arrive_expect_tx(smem.q_full[at], QueryTile::kBytes + kRowBytes);
+        load_query_tile(p, smem.q[at], smem.q_full[at], notes, visit);
         hw::bulk_load(smem.rows[at], row_stats(p.call, slot), kRowBytes, smem.q_full[at]);
         if (begins) {
             hw::mbarrier_arrive_expect_tx(smem.v_full, ValueTile::kBytes);
@@ -261,27 +284,22 @@ struct Places {
 
 // The first of the calling warp's keys in tiles.
 __device__ __forceinline__ int row_of_warp(int group) {
-    return group * kGroupRows + thread_of_group() / 32 * 16;
+    return group * kGroupRows + static_cast<int>(thread_of_group() / 32 * 16);
 }
 
 // Adds the warpgroup's part of dq of a visit to its sums.
-__device__ __forceinline__ void add_dq(const Params& p,
-                                       const Smem& smem,
+__device__ __forceinline__ void add_dq(const Step& step,
                                        const float (&dq)[1][kDqCols / 8][4],
-                                       Visit visit,
                                        int group) {
-    const Notes& notes = smem.notes;
-    const Band band = Band::of(p, notes.work.entry);
-    const int32 first =
-        band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
-    const int slab = thread_of_group() / 32 + (kByColumns ? 0 : 4 * group);
-    const int64 slot = query_slot<plan::kTileQ>(p, notes.work.entry, visit.head, visit.tile);
-    float* const to = dq_sums(p, slot, slab, kByColumns ? group * (kDqCols / 8) : 0);
+    const int slab = static_cast<int>(thread_of_group() / 32) + (kByColumns ? 0 : 4 * group);
+    float* const to = step.dq + dq_distance(slab, kByColumns ? group * (kDqCols / 8) : 0) +
+                      fragment::lane() * 4;
+    const bool begins = step.begins;
 #pragma unroll
     for (int n = 0; n < kDqCols / 8; ++n) {
         const float (&x)[4] = dq[0][n];
         float* const at = to + dq_distance(0, n);
-        if (notes.work.tile == first) {
+        if (begins) {
             using Four = hw::Vec<float, 4>;
             hw::store(reinterpret_cast<Four*>(at), Four{{x[0], x[1], x[2], x[3]}});
         } else {
@@ -322,7 +340,7 @@ __device__ __forceinline__ void load_keys_again(const TmaParams& p, Smem& smem) 
 
 template <bool kPlain>
 __device__ __forceinline__ void turn(
-    const TmaParams& maps, Smem& smem, Sums& sums, Visit visit, Places& at) {
+    const TmaParams& maps, Smem& smem, Sums& sums, Places& at) {
     const Params& p = maps.call;
     const Notes& notes = smem.notes;
     const Stages stage = at.stage;
@@ -341,8 +359,9 @@ __device__ __forceinline__ void turn(
     hw::pin(swizzled::listed(dp));
 
     const int row = row_of_warp(at.group);
-    const int32 query = visit.tile * plan::kTileQ, key = notes.work.tile * plan::kTileKv + row;
-    const Scores score = Scores::of(p, notes.work.entry, visit.head);
+    const Step& step = smem.steps[stage.at()];
+    const int32 query = step.query, key = notes.work.tile * plan::kTileKv + row;
+    const Scores score = Scores::of(p, notes.work.entry, step.head);
     if (!kPlain) transposed::hide(s, score, query, key);
     transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], score, query, key);
     uint32 weights[kSteps][4], ds[kSteps][4];
@@ -379,10 +398,10 @@ __device__ __forceinline__ void turn(
     swizzled::start_x_b(sums.dk, ds, q, true);
     hw::wgmma_wait<1>();
     hw::pin(swizzled::listed(dq));
-    if (p.dq.data) {
-        if (visit.starts(notes)) hw::mbarrier_wait(smem.turn_opens, at.turn.parity());
-        add_dq(p, smem, dq, visit, at.group);
-        if (visit.ends(notes)) {
+    if (step.dq) {
+        if (step.starts) hw::mbarrier_wait(smem.turn_opens, at.turn.parity());
+        add_dq(step, dq, at.group);
+        if (step.ends) {
             arrive(smem.turn_ends);
             at.turn.next();
         }
@@ -404,7 +423,7 @@ __device__ __forceinline__ void write(const Matrix& to,
     using OutTile = swizzled::Tile<kGroupRows, 8 * kCols8>;
     static_assert(sizeof(Place) == kGroups * sizeof(OutTile), "a place for each warpgroup");
     OutTile& tile = reinterpret_cast<OutTile*>(&place)[group];
-    const int row = thread_of_group() / 32 * 16;
+    const int row = static_cast<int>(thread_of_group() / 32 * 16);
     swizzled::put(tile, sums, {factor, factor}, row);
     __syncwarp();
     swizzled::write(to, first_key + group * kGroupRows + row, tile, row);
@@ -491,12 +510,12 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Places& 
     visit = {uniform(visit.head), uniform(visit.tile)};
     while (uniform(visit.exists(notes))) {
         if (uniform(visit.hides(notes))) {
-            turn<false>(p, smem, sums, visit, at);
+            turn<false>(p, smem, sums, at);
             visit.next(notes);
         }
 #pragma unroll 1
         for (; uniform(visit.exists(notes) && !visit.hides(notes)); visit.next(notes)) {
-            turn<true>(p, smem, sums, visit, at);
+            turn<true>(p, smem, sums, at);
         }
     }
     sync_computing();  // no product reads keys or values any more
@@ -509,7 +528,7 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Places& 
 
 // Thread 0 says what there is to do. All lanes of its warp.
 __device__ __forceinline__ void take_notes(const Params& p, int64 index, Notes& notes) {
-    const int64 part = interleaved<Keys, plan::kTileKv, plan::kTogether>(p, index);
+    const int64 part = interleaved<Keys, plan::kTileKv>(p, index, plan::kHeadsTogether);
     Work work = {slack(Keys(), 0, 0), 0, 0};
     const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
     if (threadIdx.x != 0) return;

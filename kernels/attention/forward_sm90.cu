@@ -104,7 +104,7 @@ using Slots = Ring<plan::kSlots>;
 using Stages = Ring<plan::kStages>;
 
 __device__ __forceinline__ int thread_of_group() {
-    return hw::forget(static_cast<int>(threadIdx.x)) % kGroupThreads;
+    return static_cast<int>(hw::forget(static_cast<uint32>(threadIdx.x)) % kGroupThreads);
 }
 
 // Of queries [query, query + queries).
@@ -133,6 +133,7 @@ __device__ __forceinline__ int64 draw(const Params& p, int64 parts) {
 __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
     const Params& p = maps.call;
     const int64 parts = work_parts<Queries, plan::kTileQ>(p);
+    const int64 together = heads_of_parts<Queries, plan::kTileQ>(p, plan::kTogether);
     Slots slot;
     int64 index = blockIdx.x;
     bool exists = true;
@@ -141,7 +142,7 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
         exists = false;
         while (!exists && index < parts) {
             exists = work_at<Queries, plan::kTileQ>(
-                p, interleaved<Queries, plan::kTileQ, plan::kTogether>(p, index), work);
+                p, interleaved<Queries, plan::kTileQ>(p, index, together), work);
             index = draw(p, parts);
         }
         hw::mbarrier_wait(smem.q_empty[slot.at()], slot.parity() ^ 1);

@@ -66,6 +66,10 @@ __device__ __forceinline__ int forget(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+__device__ __forceinline__ unsigned forget(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 // The registers have their values here, as far as the compiler can tell: it moves no use of them
 // across. To stand before wgmma_fence and after wgmma_wait for registers that wgmma reads or writes

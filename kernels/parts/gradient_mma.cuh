@@ -60,8 +60,12 @@ __host__ __device__ constexpr int dq_distance(int slab, int n) {
     return (slab * (plan::kDim / 8) + n) * 32 * 4;
 }
 
-// The calling lane's four numbers of it.
+// The sums of a query tile.
+__device__ __forceinline__ float* dq_of(const Params& p, int64 slot) {
+    return static_cast<float*>(p.dq_sums) + slot * (plan::kTileQ * plan::kDim);
+}
+
+// The calling lane's four numbers of a fragment.
 __device__ __forceinline__ float* dq_sums(const Params& p, int64 slot, int slab, int n) {
-    return static_cast<float*>(p.dq_sums) + slot * (plan::kTileQ * plan::kDim) +
-           dq_distance(slab, n) + fragment::lane() * 4;
+    return dq_of(p, slot) + dq_distance(slab, n) + fragment::lane() * 4;
 }

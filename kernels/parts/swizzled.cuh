@@ -29,12 +29,12 @@ struct alignas(1024) Tile {
     Element at[kBytes / 2];
 
     // The piece of 8 columns from `col` on of a row; `col` is a multiple of 8.
-    __device__ __forceinline__ Element* piece(int row, int col) {
-        constexpr int kPieces = kChunk / 8;
-        const int turned = (col % kChunk / 8) ^ (row / (8 / kPieces) % kPieces);
+    __device__ __forceinline__ Element* piece(uint32 row, uint32 col) {
+        constexpr uint32 kPieces = kChunk / 8;
+        const uint32 turned = (col % kChunk / 8) ^ (row / (8 / kPieces) % kPieces);
         return &at[col / kChunk * (kChunkBytes / 2) + row * kChunk + turned * 8];
     }
-    __device__ __forceinline__ const Element* piece(int row, int col) const {
+    __device__ __forceinline__ const Element* piece(uint32 row, uint32 col) const {
         return const_cast<Tile*>(this)->piece(row, col);
     }
 };
@@ -180,7 +180,7 @@ __device__ __forceinline__ void right(uint32 (&b)[2][2],
                                       int row,
                                       int col) {
     uint32 r[4];
-    const int lane = hw::forget(fragment::lane());
+    const uint32 lane = hw::forget(static_cast<uint32>(fragment::lane()));
     hw::ldmatrix<true>(r, t.piece(row + lane % 16, col + lane / 16 * 8));
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
@@ -192,7 +192,7 @@ __device__ __forceinline__ void put(Tile& tile,
                                     const float (&x)[1][kColumns8][4],
                                     const float (&factors)[2],
                                     int row) {
-    const int lane = hw::forget(fragment::lane());
+    const uint32 lane = hw::forget(static_cast<uint32>(fragment::lane()));
 #pragma unroll
     for (int n = 0; n < kColumns8; n += 2) {
         const float (&left)[4] = x[0][n];
@@ -208,7 +208,7 @@ __device__ __forceinline__ void put(Tile& tile,
 // Puts the transpose of a block of 16 rows and columns, a left operand, at (row, col) of a tile.
 template <class Tile>
 __device__ __forceinline__ void put_transposed(Tile& tile, const uint32 (&x)[4], int row, int col) {
-    const int lane = hw::forget(fragment::lane());
+    const uint32 lane = hw::forget(static_cast<uint32>(fragment::lane()));
     hw::stmatrix<true>(tile.piece(row + lane / 16 * 8 + lane % 8, col + lane / 8 % 2 * 8), x);
 }
 

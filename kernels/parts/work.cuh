@@ -143,10 +143,17 @@ __device__ __forceinline__ bool work_at(const Params& p, int64 index, Work& work
     return true;
 }
 
+// How many heads have so many parts.
+template <class Side, int kTile>
+__device__ __forceinline__ int64 heads_of_parts(const Params& p, int64 parts) {
+    const int64 tiles = ceil_div(Side::rows(p), kTile);
+    return (parts + tiles - 1) / tiles;
+}
+
 // Parts in an order for tiles that wait for the one before: not head by head, but tile by tile of
-// so many heads that they have kTogether parts. Tiles of a head then start one after the other.
-template <class Side, int kTile, int kTogether>
-__device__ __forceinline__ int64 interleaved(const Params& p, int64 index) {
+// `together` heads. Tiles of a head then start one after the other.
+template <class Side, int kTile>
+__device__ __forceinline__ int64 interleaved(const Params& p, int64 index, int64 together) {
     int64 heads = p.batch * Side::heads(p), tiles = ceil_div(Side::rows(p), kTile);
     if constexpr (plan::kPacked) {
         if (p.cu_seqlens_q.at) {
@@ -154,7 +161,6 @@ __device__ __forceinline__ int64 interleaved(const Params& p, int64 index) {
             tiles = Side::rows(p) / kTile + p.batch + 2;
         }
     }
-    const int64 together = (kTogether + tiles - 1) / tiles;
     const int64 first = index / (together * tiles) * together;
     const int64 width = min(together, heads - first), within = index - first * tiles;
     return (first + within % width) * tiles + within / width;
