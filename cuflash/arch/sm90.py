@@ -42,7 +42,7 @@ _FORWARD = (
     Tile(128, 128, 64, 2, 2),
     Tile(192, 128, 80, 1, 2, without=("bias",)),
     Tile(192, 128, 48, 1, 2),
-    Tile(256, 128, 80, 1, 2, without=("bias",)),
+    Tile(256, 128, 64, 1, 2, without=("bias",)),
     Tile(256, 128, 48, 1, 2, without=("dropout",)),
     Tile(256, 64, 32, 1, 2),
 )

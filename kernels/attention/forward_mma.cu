@@ -124,10 +124,10 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     State state;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        state.rows[r] = online::first_row(p, entry, work.head, factor);
+        state.rows[r] = LazyRow::empty();
         state.randoms[r] = score.row(online::row_at(query, r));
     }
-    state.large = kScored;  // until the first tile tells: a sink may be large
+    state.large = false;
     fragment::clear(state.out);
 
     auto copy_next = [&](int slot) {

@@ -279,10 +279,10 @@ __device__ __forceinline__ void start(const Params& p, State& state, const Job& 
     const int32 query = query_of(job, group);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        state.rows[r] = online::first_row(p, job.work.entry, job.work.head, state.factor);
+        state.rows[r] = LazyRow::empty();
         state.randoms[r] = score.row(online::row_at(query, r));
     }
-    state.large = kScored;  // until the first tile tells: a sink may be large
+    state.large = false;
 }
 
 // What results are multiplied by; writes log-sum-exps.

@@ -14,7 +14,7 @@ namespace online {
 
 // Options that make a score more than scale * product. Without them scores stay in units of
 // products, and the scale is part of the exponential's factor.
-constexpr bool kScored = plan::kSoftcap || plan::kBias || plan::kAlibi || plan::kSinks;
+constexpr bool kScored = plan::kSoftcap || plan::kBias || plan::kAlibi;
 
 using softmax::LazyRow;
 
@@ -23,23 +23,47 @@ __device__ __forceinline__ float factor_of(const Scores& score) {
     return kScored ? softmax::kLog2e : score.unit() * softmax::kLog2e;
 }
 
-// A row before its first tile.
-__device__ __forceinline__ LazyRow first_row(const Params& p,
-                                             const Entry& entry,
-                                             int32 head,
-                                             float factor) {
-    if constexpr (plan::kSinks) {
-        if (p.sinks.data && !entry.slack) {
-            const float sink = hw::load(head_value(p.sinks, 0, head));
-            return LazyRow::with_sink(sink, factor, fragment::lane() % 4 == 0);
-        }
-    }
-    return LazyRow::empty();
-}
-
 // The row r of a lane, of rows that begin at `first`.
 __device__ __forceinline__ int32 row_at(int32 first, int r) {
     return first + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2);
+}
+
+template <bool kSmall, int kSlabs, int kKeys8>
+__device__ __forceinline__ void cap_all(float (&x)[kSlabs][kKeys8][4], float cap) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+        for (int n = 0; n < kKeys8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& y = x[slab][n][i];
+                y = cap * (kSmall ? softmax::tanh_small(y) : softmax::tanh_any(y));
+            }
+        }
+    }
+}
+
+// Scores become cap * tanh(score / cap). Mostly no score of the warp is beyond the cap: then by a
+// polynomial, whose error is at most 1e-7, as it is of the formula with an exponential.
+template <int kSlabs, int kKeys8>
+__device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scores& score) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+        for (int n = 0; n < kKeys8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s[slab][n][i] *= score.inverse_cap;
+                largest = fmaxf(largest, fabsf(s[slab][n][i]));
+            }
+        }
+    }
+    if (__all_sync(0xffffffffu, largest <= 1.0f)) {
+        cap_all<true>(s, score.cap);
+    } else {
+        cap_all<false>(s, score.cap);
+    }
 }
 
 // Products become scores; the pairs begin at (query, key).
@@ -48,23 +72,48 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
                                               const Scores& score,
                                               int32 query,
                                               int32 key) {
+    if constexpr (kScored) {
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+            for (int n = 0; n < kKeys8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    s[slab][n][i] = softmax::scaled(score.scale, s[slab][n][i]);
+                }
+            }
+        }
+    }
+    if constexpr (plan::kSoftcap) {
+        if (score.cap > 0.0f) soften(s, score);
+    }
 #pragma unroll
     for (int r = 0; r < 2 * kSlabs; ++r) {
         const int32 row = row_at(query, r);
         const KeysOfQuery keys = score.band.keys_of(row);
+        // Of the first key; exact as long as sequences are shorter than 2^24.
+        float distance = 0.0f;
+        if constexpr (plan::kAlibi) {
+            distance = static_cast<float>(score.distance(row, key + fragment::col_of(0)));
+        }
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float& x = s[r / 2][n][r % 2 * 2 + i];
                 const int32 col = key + 8 * n + fragment::col_of(i);
-                if constexpr (kScored) {
-                    x = score.at(x, row, col, kHides).value;
-                } else if constexpr (kHides) {
-                    if (!(keys.holds(col) && score.shown(row, col))) {
-                        x = -softmax::infinity<float>();
-                    }
+                bool seen = true;
+                if constexpr (kHides) seen = keys.holds(col);
+                if constexpr (kHides && plan::kMask) seen = seen && score.unmasked(row, col);
+                if constexpr (plan::kBias) {
+                    const float added = seen ? score.bias_at(row, col) : 0.0f;
+                    x += added;
+                    seen = seen && !(added == -softmax::infinity<float>());
                 }
+                if constexpr (plan::kAlibi) {
+                    x -= score.penalty(distance - static_cast<float>(8 * n + i));
+                }
+                if ((kHides || plan::kBias) && !seen) x = -softmax::infinity<float>();
             }
         }
     }
@@ -200,12 +249,19 @@ __device__ __forceinline__ float conclude(const Params& p,
                                           const Scores& score,
                                           const LazyRow& row,
                                           int32 query) {
-    const float total = softmax::row_sum<4>(row.sum);
+    float total = softmax::row_sum<4>(row.sum);
+    const float unit = kScored ? 1.0f : score.unit();
+    float reference = row.base() * unit, scale = 1.0f;  // in natural units
+    if constexpr (plan::kSinks) {
+        if (p.sinks.data && !entry.slack) {
+            scale = softmax::add_sink(hw::load(head_value(p.sinks, 0, head)), total, reference);
+        }
+    }
     if (p.lse.data && query < entry.seqlen_q && fragment::lane() % 4 == 0) {
         const Vector lse = vector(p.lse, entry, head);
-        hw::store(lse.at(query), row.log_sum_exp(total, kScored ? 1.0f : score.unit()));
+        hw::store(lse.at(query), softmax::log_sum_exp(reference, total));
     }
-    return softmax::Row<float>::inverse(total) * score.kept_factor();
+    return softmax::Row<float>::inverse(total) * scale * score.kept_factor();
 }
 
 }  // namespace online

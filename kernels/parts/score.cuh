@@ -168,12 +168,17 @@ struct Scores {
             score.value += added;
             score.seen = score.seen && !(added == -softmax::infinity<Accum>());
         }
-        if constexpr (plan::kAlibi) {
-            const int32 distance = query + offset - key;
-            score.value -= softmax::scaled(slope, static_cast<Accum>(max(distance, -distance)));
-        }
+        if constexpr (plan::kAlibi) score.value -= penalty(static_cast<Accum>(distance(query, key)));
         if (!score.seen) score.value = -softmax::infinity<Accum>();
         return score;
+    }
+
+    // How far a key is behind a query, and what ALiBi takes for it.
+    __device__ __forceinline__ int32 distance(int32 query, int32 key) const {
+        return query + offset - key;
+    }
+    __device__ __forceinline__ Accum penalty(Accum distance) const {
+        return softmax::scaled(slope, distance < Accum(0) ? -distance : distance);
     }
 
     __device__ __forceinline__ Row row(int32 query) const {
@@ -197,15 +202,6 @@ struct Scores {
         return Accum(1);
     }
 
-  private:
-    // May a pair of any tile be hidden, wherever it lies?
-    __device__ __forceinline__ bool hides_pairs() const {
-        bool pairs = false;
-        if constexpr (plan::kBias) pairs = bias.data;
-        if constexpr (plan::kMask) pairs = pairs || mask.data;
-        return pairs;
-    }
-
     // Of a pair inside the band.
     __device__ __forceinline__ Accum bias_at(int32 query, int32 key) const {
         if (!bias.data) return Accum(0);
@@ -213,8 +209,16 @@ struct Scores {
         if (bias_wide) return hw::load(reinterpret_cast<const Accum*>(bias.data) + at);
         return widen(hw::load(reinterpret_cast<const Element*>(bias.data) + at));
     }
-
     __device__ __forceinline__ bool unmasked(int32 query, int32 key) const {
         return !mask.data || hw::load(mask.data + mask.at(query, key)) != 0;
+    }
+
+  private:
+    // May a pair of any tile be hidden, wherever it lies?
+    __device__ __forceinline__ bool hides_pairs() const {
+        bool pairs = false;
+        if constexpr (plan::kBias) pairs = bias.data;
+        if constexpr (plan::kMask) pairs = pairs || mask.data;
+        return pairs;
     }
 };

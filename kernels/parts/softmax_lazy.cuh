@@ -26,13 +26,6 @@ struct LazyRow {
 
     __device__ static __forceinline__ LazyRow empty() { return {-infinity<float>(), 0.0f}; }
 
-    // A row whose denominator begins with exp(sink); one of its lanes counts it.
-    __device__ static __forceinline__ LazyRow with_sink(float sink, float factor, bool counts) {
-        LazyRow row = {sink, 0.0f};
-        if (counts) row.sum = row.exponential(sink, factor);
-        return row;
-    }
-
     // The reference, or 0 where the row has seen no key, or an infinite score: there would be
     // inf - inf.
     __device__ __forceinline__ float base() const {
@@ -67,12 +60,40 @@ struct LazyRow {
         sum *= scale;
         return scale;
     }
-
-    // log(sum of exp(score)) in natural units, of which a score's unit is `unit`; -inf for a row
-    // that has seen no key. `total` is the sum over all lanes.
-    __device__ __forceinline__ float log_sum_exp(float total, float unit) const {
-        return total == 0.0f ? -infinity<float>() : base() * unit + logf(total);
-    }
 };
+
+// log(sum of exp(score)); -inf for a row that has seen no key. `total` is the sum relative to
+// `reference`.
+__device__ __forceinline__ float log_sum_exp(float reference, float total) {
+    return total == 0.0f ? -infinity<float>() : reference + logf(total);
+}
+
+// Adds exp(sink) to `total`, which becomes relative to the larger of sink and reference; returns
+// the factor for what was accumulated relative to the old one.
+__device__ __forceinline__ float add_sink(float sink, float& total, float& reference) {
+    const bool finite = sink - sink == 0.0f;
+    const float before = reference;
+    if (finite && (sink > before || total == 0.0f)) reference = sink;
+    const float scale = total == 0.0f ? 0.0f : hw::exp2_approx((before - reference) * kLog2e);
+    total = total * scale + hw::exp2_approx((sink - reference) * kLog2e);
+    return scale;
+}
+
+// tanh for |x| <= 1, with an error of at most 1e-7: a polynomial whose largest error is the least.
+__device__ __forceinline__ float tanh_small(float x) {
+    const float z = x * x;
+    float y = 0.0010059070f;
+    y = fmaf(y, z, -0.0060955155f);
+    y = fmaf(y, z, 0.0201659035f);
+    y = fmaf(y, z, -0.0533919707f);
+    y = fmaf(y, z, 0.1332373917f);
+    y = fmaf(y, z, -0.3333275318f);
+    return fmaf(x * z, y, x);
+}
+
+// The same for any x: 1 - 2 / (1 + exp(2 x)).
+__device__ __forceinline__ float tanh_any(float x) {
+    return fmaf(-2.0f, hw::rcp_approx(1.0f + hw::exp2_approx(x * (2.0f * kLog2e))), 1.0f);
+}
 
 }  // namespace softmax
