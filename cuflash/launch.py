@@ -130,7 +130,8 @@ def _recipe(
     group = problem.dtype.group
     copied = ("q", "k", "v") if direction == "forward" else ("q", "k", "v", "out", "dout")
     aligned = min(row_alignment(given[name], layout, group) for name in copied)
-    boxes = aligned == 16 and all(has_boxes(given[name], layout) for name in copied)
+    moved = [given[name] for name in ("q", "k", "v", "out", "dout") if name in given]
+    boxes = all(row_alignment(x, layout, group) == 16 and has_boxes(x, layout) for x in moved)
     traits = problem.traits._replace(aligned=aligned, boxes=boxes)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
     offsets, size = _scratch([plan for plan, _ in steps], problem)

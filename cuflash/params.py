@@ -143,7 +143,7 @@ def row_alignment(x: View | Form, layout: Layout, group: int) -> int:
 
 
 def has_boxes(x: View | Form, layout: Layout) -> bool:
-    """Return whether TMA can load a tensor, whose rows are aligned to 16 bytes.
+    """Return whether TMA can move a tensor, whose rows are aligned to 16 bytes.
 
     Axes that are broadcast, reversed, or empty it cannot.
     """
@@ -152,7 +152,7 @@ def has_boxes(x: View | Form, layout: Layout) -> bool:
 
 
 def tensor_map(x: View | Form, dtype: str, layout: Layout, box: Box) -> TensorMap:
-    """Return the map of a tensor, with the axes (dim, seq, head, batch), for loads of boxes."""
+    """Return the map of a tensor, with the axes (dim, seq, head, batch), for boxes of it."""
     axes = [layout.dim, layout.seq, layout.heads, layout.batch]
     dims = [1 if axis is None else x.shape[axis] for axis in axes]
     # No stride of an axis of length 1 is used.

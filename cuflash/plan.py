@@ -90,7 +90,7 @@ class UnitPlan:
 
 
 class Box(NamedTuple):
-    """What TMA loads at once of one head: rows, and columns that are swizzled together."""
+    """What TMA moves at once of one head: rows, and columns that are swizzled together."""
 
     rows: int
     columns: int
@@ -281,6 +281,7 @@ class ForwardSm90(KernelPlan):
             "q": _box(64, self.dim),
             "k": _box(self.tile_kv, self.dim),
             "v": _box(self.tile_kv, self.dim_v),
+            "out": _box(16, self.dim_v),
         }
 
 
@@ -408,9 +409,10 @@ class BackwardSm90(_BackwardMma):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles; two numbers a row; notes; a step, a word and five barriers a stage; six."""
+        """The tiles, and dq; two numbers a row; notes; a step, a word and five barriers a stage; six."""
         elements = (self.tile_kv + self.stages * self.tile_q) * (self.dim + self.dim_v)
         elements += 2 * self.tile_q * self.tile_kv
+        elements += 2 * self.tile_q * self.dim  # dq, of twice the bytes
         rest = self.stages * (8 * self.tile_q + 24 + 4 + 40) + 96 + 4 + 48 + 16
         return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 

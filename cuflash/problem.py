@@ -48,7 +48,7 @@ class Traits(NamedTuple):
     head_dim_v: int
     features: tuple[str, ...] = ()  # of FEATURES, in its order
     aligned: int = 16  # bytes of rows of q, k and v that can be moved at once: 16, 8, or 0
-    boxes: bool = True  # TMA can load q, k and v
+    boxes: bool = True  # TMA can move q, k, v, out and dout
 
 
 class Problem(NamedTuple):

@@ -85,7 +85,7 @@ class Sm90:
             if not _LACKING.isdisjoint(compiled_for(traits.features)):
                 return f"its backward has no registers for {', '.join(sorted(_LACKING))}"
         if not traits.boxes:
-            return "TMA cannot load arrays with these strides"
+            return "TMA cannot move arrays with these strides"
         if device.capability[0] != 9:
             return "it needs compute capability 9.0"
         return None

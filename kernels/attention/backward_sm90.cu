@@ -49,6 +49,7 @@ constexpr int kQueries8 = plan::kTileQ / 8;              // columns of a fragmen
 constexpr int kSteps = plan::kTileQ / 16;                // of the sums over queries
 constexpr bool kByColumns = plan::kTileQ == kGroupRows;  // dq is shared out by columns, or by rows
 constexpr int kDqCols = kByColumns ? plan::kDim / kGroups : plan::kDim;  // of a warpgroup
+constexpr int kDqNumbers = 16 * kDqCols;  // of a warp, close together also in workspace
 static_assert(kByColumns || plan::kTileQ == kGroups * kGroupRows, "64 queries a warpgroup");
 static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
 
@@ -75,7 +76,7 @@ struct Notes {
 
 // A visit of a query tile, for those who compute.
 struct Step {
-    float* dq;     // the calling lane's share is lane() * 4 further; null: not wanted
+    float* dq;     // null: not wanted
     int32 query;   // the first of the tile
     int32 head;
     bool begins;   // no key tile was here before
@@ -88,6 +89,7 @@ struct Smem {
     QueryTile q[plan::kStages];
     DoutTile dout[plan::kStages];
     ScoreTile ds[2];
+    alignas(128) float dq[kComputingWarps][kDqNumbers];
     alignas(16) RowStats rows[plan::kStages][plan::kTileQ];
     Notes notes;
     Step steps[plan::kStages];
@@ -161,7 +163,7 @@ __device__ __forceinline__ void load_query_tile(
 }
 __device__ __forceinline__ void load_dout_tile(
     const TmaParams& p, DoutTile& to, hw::MBarrier& full, const Notes& notes, Visit visit) {
-    swizzled::load(to, p.dout, full, notes.row_q + visit.tile * plan::kTileQ, visit.head,
+    swizzled::load(to, p.o, full, notes.row_q + visit.tile * plan::kTileQ, visit.head,
                    notes.batch);
 }
 
@@ -258,13 +260,19 @@ __device__ __forceinline__ void end_turns(const Params& p, Smem& smem, Ring<1>& 
     const Notes& notes = smem.notes;
     if (!p.dq.data) return;
     Visit visit = Visit::first(notes);
+    if (visit.exists(notes)) hw::mbarrier_arrive(smem.turn_opens);
 #pragma unroll 1
-    for (; visit.exists(notes); visit.next(notes)) {
-        if (!visit.ends(notes)) continue;
-        hw::mbarrier_arrive(smem.turn_opens);
+    while (visit.exists(notes)) {
+        if (!visit.ends(notes)) {
+            visit.next(notes);
+            continue;
+        }
         hw::mbarrier_wait(smem.turn_ends, turn.parity());
         turn.next();
-        hw::semaphore_add(dq_turn(p, notes.work.entry, visit.head, visit.tile, 0), 1);
+        int* const counter = dq_turn(p, notes.work.entry, visit.head, visit.tile, 0);
+        visit.next(notes);
+        if (visit.exists(notes)) hw::mbarrier_arrive(smem.turn_opens);
+        hw::semaphore_add(counter, 1);
     }
 }
 
@@ -280,6 +288,7 @@ struct Places {
     int group;
     Stages stage;
     Ring<1> part, turn;
+    bool ends_turn;  // with what was added last
 };
 
 // The first of the calling warp's keys in tiles.
@@ -287,25 +296,42 @@ __device__ __forceinline__ int row_of_warp(int group) {
     return group * kGroupRows + static_cast<int>(thread_of_group() / 32 * 16);
 }
 
-// Adds the warpgroup's part of dq of a visit to its sums.
-__device__ __forceinline__ void add_dq(const Step& step,
+// Starts to add the warp's part of dq of a visit to the sums, through its place in shared memory.
+__device__ __forceinline__ void add_dq(Smem& smem,
+                                       const Step& step,
                                        const float (&dq)[1][kDqCols / 8][4],
                                        int group) {
-    const int slab = static_cast<int>(thread_of_group() / 32) + (kByColumns ? 0 : 4 * group);
-    float* const to = step.dq + dq_distance(slab, kByColumns ? group * (kDqCols / 8) : 0) +
-                      fragment::lane() * 4;
-    const bool begins = step.begins;
+    using Four = hw::Vec<float, 4>;
+    const int warp = static_cast<int>(thread_of_group() / 32);
+    float* const place = smem.dq[4 * group + warp];
+    Four* const mine = reinterpret_cast<Four*>(place) + fragment::lane();
 #pragma unroll
     for (int n = 0; n < kDqCols / 8; ++n) {
         const float (&x)[4] = dq[0][n];
-        float* const at = to + dq_distance(0, n);
-        if (begins) {
-            using Four = hw::Vec<float, 4>;
-            hw::store(reinterpret_cast<Four*>(at), Four{{x[0], x[1], x[2], x[3]}});
-        } else {
-            hw::reduce_add(at, x);
-        }
+        mine[32 * n] = Four{{x[0], x[1], x[2], x[3]}};
     }
+    hw::fence_proxy_async();
+    __syncwarp();
+    if (!hw::elect_one()) return;
+    float* const to = step.dq + dq_distance(warp + (kByColumns ? 0 : 4 * group),
+                                            kByColumns ? group * (kDqCols / 8) : 0);
+    constexpr int kBytes = kDqNumbers * static_cast<int>(sizeof(float));
+    if (step.begins) {
+        hw::bulk_store(to, place, kBytes);
+    } else {
+        hw::bulk_reduce_add(to, place, kBytes);
+    }
+    hw::bulk_commit();
+}
+
+// What was started has been added. If that ended a turn, says so.
+__device__ __forceinline__ void end_dq(Smem& smem, Places& at) {
+    hw::bulk_wait<0>();
+    __syncwarp();
+    if (!at.ends_turn) return;
+    at.ends_turn = false;
+    arrive(smem.turn_ends);
+    at.turn.next();
 }
 
 // Makes 0 of what is infinite or NaN, between barriers of all who compute. add_special() sees to
@@ -354,6 +380,7 @@ __device__ __forceinline__ void turn(
     swizzled::start_a_bt(s, smem.k, at.group * kGroupRows, q);
     hw::mbarrier_wait(smem.dout_full[stage.at()], stage.parity());
     swizzled::start_a_bt(dp, smem.v, at.group * kGroupRows, dout);
+    end_dq(smem, at);
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(s));
     hw::pin(swizzled::listed(dp));
@@ -400,11 +427,8 @@ __device__ __forceinline__ void turn(
     hw::pin(swizzled::listed(dq));
     if (step.dq) {
         if (step.starts) hw::mbarrier_wait(smem.turn_opens, at.turn.parity());
-        add_dq(step, dq, at.group);
-        if (step.ends) {
-            arrive(smem.turn_ends);
-            at.turn.next();
-        }
+        add_dq(smem, step, dq, at.group);
+        at.ends_turn = step.ends;
     }
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(sums.dk));
@@ -518,6 +542,7 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Places& 
             turn<true>(p, smem, sums, at);
         }
     }
+    end_dq(smem, at);
     sync_computing();  // no product reads keys or values any more
     write_results(p.call, smem, sums, at.group);
     if (uniform(notes.special)) add_special(p, smem, at.group);
@@ -598,7 +623,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     if (warp >= 4) {
         if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
-        Places at = {warp / 4 - 1};
+        Places at = {warp / 4 - 1, {}, {}, {}, false};
         follow(smem, [&] { compute(p, smem, at); });
         return;
     }

@@ -79,7 +79,7 @@ struct Job {
     Work work;
     SeenTiles keys, keys_of_group[kGroups];
     int32 exists;               // 0: there is no more work
-    int32 head_kv, row, batch;  // where the boxes of its keys begin
+    int32 head_kv, row, batch;  // where boxes begin, of keys
 };
 
 union QueryPlace {
@@ -297,22 +297,33 @@ __device__ __forceinline__ void conclude(
     }
 }
 
-// Writes the results of the job in a slot, through the place of its queries, and frees the slot.
-__device__ __forceinline__ void store(const Params& p,
+// Starts to write the results of the job in a slot, through the place of its queries.
+__device__ __forceinline__ void store(const TmaParams& maps,
                                       Smem& smem,
                                       const State& state,
                                       const float (&inverse)[2],
                                       int slot,
                                       int group) {
+    const Params& p = maps.call;
     const Job& job = smem.jobs[slot];
+    const Entry& entry = job.work.entry;
     OutTile& tile = smem.q[slot][group].out;
-    const int row = thread_of_group() / 32 * 16;
+    const int row = uniform(thread_of_group() / 32 * 16);
+    const int32 query = uniform(query_of(job, group));
     sync_group(group);  // no product reads these queries any more
     swizzled::put(tile, state.out, inverse, row);
-    __syncwarp();
-    swizzled::write(query_matrix(p.out, job.work.entry, job.work.head, p.head_dim_v),
-                    query_of(job, group), tile, row);
-    hw::fence_proxy_async();
+    if (plan::kPacked && query + 16 > entry.seqlen_q) {  // the next entry's rows are not to change
+        __syncwarp();
+        swizzled::write(query_matrix(p.out, entry, job.work.head, p.head_dim_v), query, tile, row);
+        hw::fence_proxy_async();
+    } else if (query < entry.seqlen_q) {
+        swizzled::store(maps.o, entry.first_q + query, job.work.head, job.batch, tile, row);
+    }
+}
+
+// They have left the slot, which is free.
+__device__ __forceinline__ void release(Smem& smem, int slot) {
+    hw::bulk_wait_read<0>();
     arrive(smem.q_empty[slot]);
 }
 
@@ -377,7 +388,7 @@ __device__ __forceinline__ void pass(Smem& smem, State& state, Places& at, bool 
 // warpgroup, no shift of the warp is large, and it is not the first of a job. kAdds: the product with
 // the values of the tile before is pending.
 template <bool kPlain, bool kAdds>
-__device__ __forceinline__ void turn(const Params& p,
+__device__ __forceinline__ void turn(const TmaParams& maps,
                                      Smem& smem,
                                      State& state,
                                      Places& at,
@@ -385,13 +396,10 @@ __device__ __forceinline__ void turn(const Params& p,
                                      int32 tile,
                                      bool starts,
                                      bool hides) {
+    const Params& p = maps.call;
     const Job& job = smem.jobs[slot];
     float inverse[2];
     if (kPlain || (kAdds && !kFlat)) starts = false;
-    if (starts) {
-        if (kAdds) conclude(p, inverse, state, smem.jobs[slot ^ 1], at.group);
-        start(p, state, job, at.group);
-    }
     float s[1][kKeys8][4];
     const Stages k = at.k, v = at.v();
     at.k.next();
@@ -400,6 +408,10 @@ __device__ __forceinline__ void turn(const Params& p,
         swizzled::start_a_bt(s, smem.q[slot][at.group].q, 0, smem.k[k.at()]);
         if (kAdds) start_product(smem, state, v);
     });
+    if (starts) {
+        if (kAdds) conclude(p, inverse, state, smem.jobs[slot ^ 1], at.group);
+        start(p, state, job, at.group);
+    }
     hw::wgmma_wait<kAdds ? 1 : 0>();
     hw::pin(swizzled::listed(s));
     arrive(smem.k_empty[k.at()]);
@@ -420,25 +432,27 @@ __device__ __forceinline__ void turn(const Params& p,
     online::exponentials(s, state.rows, shifts, score, state.randoms, key, state.factor);
     if (kAdds) {
         end_product(smem, state, v);
-        if (starts) store(p, smem, state, inverse, slot ^ 1, at.group);
+        if (starts) store(maps, smem, state, inverse, slot ^ 1, at.group);
     }
     if (grows && !starts) online::rescale(state.out, scales);
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) fragment::left(state.weights[j], s[0], j);
+    if (kAdds && starts) release(smem, slot ^ 1);
     state.pending = true;
     state.adds = !starts;
 }
 
 // Ends the job in a slot.
 __device__ __forceinline__ void finish(
-    const Params& p, Smem& smem, State& state, Places& at, int slot) {
+    const TmaParams& maps, Smem& smem, State& state, Places& at, int slot) {
     if (state.pending) {
         start_product(smem, state, at.v());
         end_product(smem, state, at.v());
     }
     float inverse[2];
-    conclude(p, inverse, state, smem.jobs[slot], at.group);
-    store(p, smem, state, inverse, slot, at.group);
+    conclude(maps.call, inverse, state, smem.jobs[slot], at.group);
+    store(maps, smem, state, inverse, slot, at.group);
+    release(smem, slot);
 }
 
 // Scores are in units of |scale|: the queries of a negative one change their signs.
@@ -451,7 +465,8 @@ __device__ __forceinline__ void negate(QueryTile& q, int group) {
     sync_group(group);
 }
 
-__device__ __forceinline__ void compute(const Params& p, Smem& smem, int group) {
+__device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int group) {
+    const Params& p = maps.call;
     State state;
     state.pending = false;
     bool unfinished = false;  // the job before
@@ -466,7 +481,7 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem, int group) 
         const int32 first = uniform(job.keys.any.first), last = uniform(job.keys.any.last);
         const bool begins = exists && uniform(own.has(last - 1));  // with the block's first tile
         if (kFlat && unfinished && !(state.pending && begins)) {
-            finish(p, smem, state, at, slot.at() ^ 1);
+            finish(maps, smem, state, at, slot.at() ^ 1);
         }
         if (!exists) return;
         if (uniform(own.any.first >= own.any.last)) {
@@ -484,14 +499,14 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem, int group) 
             }
             const bool hides = uniform(own.hides(tile));
             if (!state.pending) {
-                turn<false, false>(p, smem, state, at, slot.at(), tile, starts, hides);
+                turn<false, false>(maps, smem, state, at, slot.at(), tile, starts, hides);
             } else if (starts || hides || state.large) {
-                turn<false, true>(p, smem, state, at, slot.at(), tile, starts, hides);
+                turn<false, true>(maps, smem, state, at, slot.at(), tile, starts, hides);
             } else {
                 const int32 stop = looked_through ? tile : uniform(job.keys.all.first);
 #pragma unroll 1
                 for (;; --tile) {
-                    turn<true, true>(p, smem, state, at, slot.at(), tile, false, false);
+                    turn<true, true>(maps, smem, state, at, slot.at(), tile, false, false);
                     if (tile <= stop || state.large) break;
                 }
             }
@@ -499,7 +514,7 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem, int group) 
             if (looked_through) add_special(p, smem, state, at, job, tile);
         }
         unfinished = true;
-        if (!kFlat) finish(p, smem, state, at, slot.at());
+        if (!kFlat) finish(maps, smem, state, at, slot.at());
     }
 }
 
@@ -510,6 +525,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         hw::prefetch(p.q);
         hw::prefetch(p.k);
         hw::prefetch(p.v);
+        hw::prefetch(p.o);
         for (int i = 0; i < plan::kSlots; ++i) {
             hw::mbarrier_init(smem.q_full[i], 1);
             hw::mbarrier_init(smem.q_empty[i], kComputingWarps + 3);
@@ -529,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     if (warp >= 4) {
         if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
-        compute(p.call, smem, warp / 4 - 1);
+        compute(p, smem, warp / 4 - 1);
         return;
     }
     if constexpr (kGroups > 1) hw::registers_decrease<kFewRegisters>();

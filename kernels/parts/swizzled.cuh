@@ -51,6 +51,23 @@ __device__ __forceinline__ void load(
     }
 }
 
+// Starts to write rows [row, row + 16) of a tile to a head, as far as the array has them, from row
+// `to_row` on; they are not to be written over before bulk_wait_read(). All lanes of the warp that
+// made these rows.
+template <class Tile>
+__device__ __forceinline__ void store(
+    const hw::TensorMap& map, int to_row, int head, int batch, const Tile& tile, int row) {
+    hw::fence_proxy_async();
+    __syncwarp();
+    if (!hw::elect_one()) return;
+#pragma unroll
+    for (int c = 0; c < Tile::kChunks; ++c) {
+        hw::tma_store(map, &tile.at[c * (Tile::kChunkBytes / 2) + row * Tile::kChunk],
+                      c * Tile::kChunk, to_row, head, batch);
+    }
+    hw::bulk_commit();
+}
+
 // Is any element of a tile infinite or NaN? For all lanes of a warp.
 template <class Tile>
 __device__ __forceinline__ bool has_special(const Tile& tile) {
