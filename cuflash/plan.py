@@ -409,11 +409,11 @@ class BackwardSm90(_BackwardMma):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles, and dq; two numbers a row; notes; a step, a word and five barriers a stage; six."""
+        """The tiles, and dq; two numbers a row; notes; a step, a word, five barriers a stage; 8."""
         elements = (self.tile_kv + self.stages * self.tile_q) * (self.dim + self.dim_v)
         elements += 2 * self.tile_q * self.tile_kv
         elements += 2 * self.tile_q * self.dim  # dq, of twice the bytes
-        rest = self.stages * (8 * self.tile_q + 24 + 4 + 40) + 96 + 4 + 48 + 16
+        rest = self.stages * (8 * self.tile_q + 8 + 4 + 40) + 96 + 4 + 64
         return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:

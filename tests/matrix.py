@@ -171,12 +171,12 @@ _SM90_TILES = {
     "four": (256, 16, 2, 4),
 }
 
-# head_dim, tile_q, tile_kv, stages, turn: 64 keys a warpgroup; dq by columns, or by rows
+# head_dim, tile_q, tile_kv, stages: 64 keys a warpgroup; dq by columns, or by rows
 _SM90_BACKWARD_TILES = {
-    "one": (64, 64, 64, 2, 1),
-    "two": (128, 64, 128, 3, 2),
-    "three": (128, 64, 128, 2, 3),
-    "four": (64, 128, 128, 2, 1),
+    "one": (64, 64, 64, 2),
+    "two": (128, 64, 128, 3),
+    "three": (128, 64, 128, 2),
+    "four": (64, 128, 128, 2),
 }
 
 # tile_q, tile_kv, threads_y, threads_x, chunk

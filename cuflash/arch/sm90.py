@@ -55,12 +55,11 @@ class BackwardTile(NamedTuple):
     tile_q: int
     tile_kv: int
     stages: int
-    turn: int
 
 
 _BACKWARD = (
-    BackwardTile(64, 128, 128, 2, 1),
-    BackwardTile(128, 64, 128, 2, 2),
+    BackwardTile(64, 128, 128, 2),
+    BackwardTile(128, 64, 128, 2),
 )
 _HEADS_TOGETHER = 32  # their q, dout and dq find room in an L2 cache for a while
 
@@ -146,7 +145,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         tile_kv=tile.tile_kv,
         dim=tile.head_dim,
         splits=1,
-        turn=tile.turn,
+        turn=1,
     )
     dim_v = tile.head_dim
     main = BackwardSm90(

@@ -4,13 +4,13 @@
 //
 // A block owns kTileKv keys of one key head, 64 for each of kGroups warpgroups that compute, and
 // walks the query heads of the group and their query tiles. Scores are transposed: rows are keys.
-// The warps of a further warpgroup have a role each: one loads, one looks through Q and dout, one
-// waits for turns with dq, and one ends them.
+// The warps of a further warpgroup have a role each: one loads, one looks through Q and dout, and
+// two bring dq to its sums, each of every other visit, when it is the block's turn.
 //
 //     load      k q0 v dout0   q1 dout1                       ..
 //     look         q0 dout0       q1 dout1                     infinite or NaN, where not all see?
 //     compute      s = k q^T, dp = v dout^T | p, ds | dv += p dout, dq = ds^T k, dk += ds q | ..
-//     (turns)                                  wait for the turn, add dq, end the turn
+//     (dq)                                     wait for the turn, add dq, end the turn
 //
 // p and ds are left operands in registers; ds also goes through shared memory, where all
 // warpgroups find it for dq. Of dq a warpgroup has 64 queries, or, where a tile has no more, a
@@ -22,8 +22,8 @@
 //   q_full, dout_full the loader, and the bytes, with those of the row statistics for q
 //   seen              the one who looks
 //   q_empty, dout_empty   lanes of the computing warps, and the one who looks
-//   turn_opens        the one who waits, and the one who ends, when the last turn is over
-//   turn_ends         lanes of the computing warps
+//   dq_full[i]        lanes of the computing warps: dq of every other visit is in shared memory
+//   dq_empty[i]       the one who brings it to the sums, once he has read it
 //   again_full        bytes that are loaded a second time: see clear() and add_special()
 //   and a named barrier of all who compute: ds is written
 //
@@ -52,6 +52,7 @@ constexpr int kDqCols = kByColumns ? plan::kDim / kGroups : plan::kDim;  // of a
 constexpr int kDqNumbers = 16 * kDqCols;  // of a warp, close together also in workspace
 static_assert(kByColumns || plan::kTileQ == kGroups * kGroupRows, "64 queries a warpgroup");
 static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
+static_assert(plan::kTurn == 1, "a turn with dq is a visit");
 
 // Of a computing thread, and of the others: together no more than the block starts with.
 constexpr int kRegisters = 240, kFewRegisters = 24;
@@ -74,13 +75,9 @@ struct Notes {
     int32 special;                     // so have K, Q or dout
 };
 
-// A visit of a query tile, for those who compute.
+// A visit, for those who compute.
 struct Step {
-    float* dq;     // null: not wanted
-    int32 query;   // the first of the tile
-    int32 head;
-    bool begins;   // no key tile was here before
-    bool starts, ends;  // a turn with dq
+    int32 query, head;
 };
 
 struct Smem {
@@ -99,11 +96,13 @@ struct Smem {
     hw::MBarrier q_full[plan::kStages], q_empty[plan::kStages];
     hw::MBarrier dout_full[plan::kStages], dout_empty[plan::kStages];
     hw::MBarrier seen[plan::kStages];
-    hw::MBarrier turn_opens, turn_ends, again_full;
+    hw::MBarrier dq_full[2], dq_empty[2];
+    hw::MBarrier again_full;
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
 using Stages = Ring<plan::kStages>;
+using Visits = Ring<2>;  // of dq: two have a place each to wait at
 
 // One turn of the main loop: a query tile of one query head of the group. Heads come in order, and
 // the queries of each from the last to the first.
@@ -122,13 +121,6 @@ struct Visit {
         tile = notes.queries.last - 1;
         ++head;
     }
-    // Does it begin or end a turn with dq?
-    __device__ __forceinline__ bool starts(const Notes& notes) const {
-        return (tile + 1) % plan::kTurn == 0 || tile == notes.queries.last - 1;
-    }
-    __device__ __forceinline__ bool ends(const Notes& notes) const {
-        return tile % plan::kTurn == 0 || tile == notes.queries.first;
-    }
     __device__ __forceinline__ bool hides(const Notes& notes) const {
         return tile < notes.plain.first || tile >= notes.plain.last;
     }
@@ -136,13 +128,6 @@ struct Visit {
 
 __device__ __forceinline__ bool hides_any(const Notes& notes) {
     return notes.plain.last - notes.plain.first < notes.queries.last - notes.queries.first;
-}
-
-// How many key tiles have their turn with the tile of a visit before this block.
-__device__ __forceinline__ int32 before(const Params& p, const Notes& notes, int32 tile) {
-    const int32 rows = tile / plan::kTurn * kTurnRows;
-    const Band band = Band::of(p, notes.work.entry);
-    return notes.work.tile - band.key_tiles(rows, kTurnRows, plan::kTileKv).first;
 }
 
 __device__ __forceinline__ uint32 thread_of_group() {
@@ -167,18 +152,6 @@ __device__ __forceinline__ void load_dout_tile(
                    notes.batch);
 }
 
-__device__ __forceinline__ Step
-step_of(const Params& p, const Notes& notes, Visit visit, int64 slot) {
-    const int32 query = visit.tile * plan::kTileQ;
-    const Band band = Band::of(p, notes.work.entry);
-    return {p.dq.data ? dq_of(p, slot) : nullptr,
-            query,
-            visit.head,
-            notes.work.tile == band.key_tiles(query, plan::kTileQ, plan::kTileKv).first,
-            visit.starts(notes),
-            visit.ends(notes)};
-}
-
 // Brings all tiles of a part. One thread.
 __device__ __forceinline__ void load_all(const TmaParams& p, Smem& smem, Stages& stage) {
     const Notes& notes = smem.notes;
@@ -196,7 +169,7 @@ __device__ __forceinline__ void load_all(const TmaParams& p, Smem& smem, Stages&
         const int64 slot =
             query_slot<plan::kTileQ>(p.call, notes.work.entry, visit.head, visit.tile);
         hw::mbarrier_wait(smem.q_empty[at], stage.parity() ^ 1);
-        smem.steps[at] = step_of(p.call, notes, visit, slot);
+        smem.steps[at] = {visit.tile * plan::kTileQ, visit.head};
         hw::mbarrier_arrive_expect_tx(smem.q_full[at], QueryTile::kBytes + kRowBytes);
         load_query_tile(p, smem.q[at], smem.q_full[at], notes, visit);
         hw::bulk_load(smem.rows[at], row_stats(p.call, slot), kRowBytes, smem.q_full[at]);
@@ -238,41 +211,46 @@ __device__ __forceinline__ void look_through(Smem& smem, Stages& stage, Ring<1>&
     }
 }
 
-// Opens turns, in the order of key tiles. One thread; another one has its say too, so that neither
-// is left behind by a phase of turn_ends.
-__device__ __forceinline__ void open_turns(const Params& p, Smem& smem, Ring<1>& turn) {
-    const Notes& notes = smem.notes;
-    if (!p.dq.data) return;
-    Visit visit = Visit::first(notes);
+// Starts to add dq of a visit, as it lies in shared memory, to the sums of its query tile; the first
+// key tile writes it.
+__device__ __forceinline__ void add_dq(const Smem& smem, float* sums, bool first) {
+    constexpr int kBytes = kDqNumbers * static_cast<int>(sizeof(float));
 #pragma unroll 1
-    for (; visit.exists(notes); visit.next(notes)) {
-        if (!visit.starts(notes)) continue;
-        hw::semaphore_wait(dq_turn(p, notes.work.entry, visit.head, visit.tile, 0),
-                           before(p, notes, visit.tile));
-        if (turn.count > 0) hw::mbarrier_wait(smem.turn_ends, turn.parity() ^ 1);
-        hw::mbarrier_arrive(smem.turn_opens);
-        turn.next();
+    for (int warp = 0; warp < kComputingWarps; ++warp) {
+        const int group = warp / 4;
+        float* const to = sums + (kByColumns ? dq_distance(warp % 4, group * (kDqCols / 8))
+                                             : dq_distance(warp, 0));
+        if (first) {
+            hw::bulk_store(to, smem.dq[warp], kBytes);
+        } else {
+            hw::bulk_reduce_add(to, smem.dq[warp], kBytes);
+        }
     }
+    hw::bulk_commit();
 }
 
-// Ends them. One thread.
-__device__ __forceinline__ void end_turns(const Params& p, Smem& smem, Ring<1>& turn) {
+// Brings dq of every other visit of a part to the sums, in the order of key tiles. One thread.
+__device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, Visits& at, uint32 mine) {
     const Notes& notes = smem.notes;
     if (!p.dq.data) return;
+    const Entry& entry = notes.work.entry;
+    const Band band = Band::of(p, entry);
     Visit visit = Visit::first(notes);
-    if (visit.exists(notes)) hw::mbarrier_arrive(smem.turn_opens);
 #pragma unroll 1
-    while (visit.exists(notes)) {
-        if (!visit.ends(notes)) {
-            visit.next(notes);
-            continue;
-        }
-        hw::mbarrier_wait(smem.turn_ends, turn.parity());
-        turn.next();
-        int* const counter = dq_turn(p, notes.work.entry, visit.head, visit.tile, 0);
-        visit.next(notes);
-        if (visit.exists(notes)) hw::mbarrier_arrive(smem.turn_opens);
-        hw::semaphore_add(counter, 1);
+    for (; visit.exists(notes); at.next(), visit.next(notes)) {
+        if (at.count % 2 != mine) continue;
+        const int32 first =
+            band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
+        float* const sums =
+            dq_of(p, query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile));
+        int* const turns = dq_turn(p, entry, visit.head, visit.tile, 0);
+        hw::semaphore_wait(turns, notes.work.tile - first);
+        hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
+        add_dq(smem, sums, notes.work.tile == first);
+        hw::bulk_wait_read<0>();
+        hw::mbarrier_arrive(smem.dq_empty[at.at()]);
+        hw::bulk_wait<0>();
+        hw::semaphore_add(turns, 1);
     }
 }
 
@@ -287,8 +265,8 @@ struct Sums {
 struct Places {
     int group;
     Stages stage;
-    Ring<1> part, turn;
-    bool ends_turn;  // with what was added last
+    Ring<1> part;
+    Visits dq;
 };
 
 // The first of the calling warp's keys in tiles.
@@ -296,42 +274,23 @@ __device__ __forceinline__ int row_of_warp(int group) {
     return group * kGroupRows + static_cast<int>(thread_of_group() / 32 * 16);
 }
 
-// Starts to add the warp's part of dq of a visit to the sums, through its place in shared memory.
-__device__ __forceinline__ void add_dq(Smem& smem,
-                                       const Step& step,
+// Puts the warp's part of dq of a visit into shared memory, once that of the last one has left it.
+__device__ __forceinline__ void put_dq(Smem& smem,
                                        const float (&dq)[1][kDqCols / 8][4],
-                                       int group) {
+                                       Places& at) {
     using Four = hw::Vec<float, 4>;
-    const int warp = static_cast<int>(thread_of_group() / 32);
-    float* const place = smem.dq[4 * group + warp];
-    Four* const mine = reinterpret_cast<Four*>(place) + fragment::lane();
+    const int warp = 4 * at.group + static_cast<int>(thread_of_group() / 32);
+    Four* const mine = reinterpret_cast<Four*>(smem.dq[warp]) + fragment::lane();
+    const Visits last = {at.dq.count - 1};
+    if (at.dq.count > 0) hw::mbarrier_wait(smem.dq_empty[last.at()], last.parity());
 #pragma unroll
     for (int n = 0; n < kDqCols / 8; ++n) {
         const float (&x)[4] = dq[0][n];
         mine[32 * n] = Four{{x[0], x[1], x[2], x[3]}};
     }
     hw::fence_proxy_async();
-    __syncwarp();
-    if (!hw::elect_one()) return;
-    float* const to = step.dq + dq_distance(warp + (kByColumns ? 0 : 4 * group),
-                                            kByColumns ? group * (kDqCols / 8) : 0);
-    constexpr int kBytes = kDqNumbers * static_cast<int>(sizeof(float));
-    if (step.begins) {
-        hw::bulk_store(to, place, kBytes);
-    } else {
-        hw::bulk_reduce_add(to, place, kBytes);
-    }
-    hw::bulk_commit();
-}
-
-// What was started has been added. If that ended a turn, says so.
-__device__ __forceinline__ void end_dq(Smem& smem, Places& at) {
-    hw::bulk_wait<0>();
-    __syncwarp();
-    if (!at.ends_turn) return;
-    at.ends_turn = false;
-    arrive(smem.turn_ends);
-    at.turn.next();
+    arrive(smem.dq_full[at.dq.at()]);
+    at.dq.next();
 }
 
 // Makes 0 of what is infinite or NaN, between barriers of all who compute. add_special() sees to
@@ -380,7 +339,6 @@ __device__ __forceinline__ void turn(
     swizzled::start_a_bt(s, smem.k, at.group * kGroupRows, q);
     hw::mbarrier_wait(smem.dout_full[stage.at()], stage.parity());
     swizzled::start_a_bt(dp, smem.v, at.group * kGroupRows, dout);
-    end_dq(smem, at);
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(s));
     hw::pin(swizzled::listed(dp));
@@ -425,11 +383,7 @@ __device__ __forceinline__ void turn(
     swizzled::start_x_b(sums.dk, ds, q, true);
     hw::wgmma_wait<1>();
     hw::pin(swizzled::listed(dq));
-    if (step.dq) {
-        if (step.starts) hw::mbarrier_wait(smem.turn_opens, at.turn.parity());
-        add_dq(smem, step, dq, at.group);
-        at.ends_turn = step.ends;
-    }
+    if (p.dq.data) put_dq(smem, dq, at);
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(sums.dk));
     arrive(smem.q_empty[stage.at()]);
@@ -504,6 +458,10 @@ __device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, i
         }
         if (!p.dq.data) continue;
         const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
+        const int32 first = score.band.key_tiles(query, plan::kTileQ, plan::kTileKv).first;
+        // Behind the block's own turn: the first one writes.
+        hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, 0),
+                           notes.work.tile - first + 1);
 #pragma unroll 1
         for (int slab = 0; slab < plan::kTileQ / 16; ++slab) {
 #pragma unroll 1
@@ -542,7 +500,6 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Places& 
             turn<true>(p, smem, sums, at);
         }
     }
-    end_dq(smem, at);
     sync_computing();  // no product reads keys or values any more
     write_results(p.call, smem, sums, at.group);
     if (uniform(notes.special)) add_special(p, smem, at.group);
@@ -615,15 +572,17 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
             hw::mbarrier_init(smem.dout_empty[i], kComputingWarps + 1);
             hw::mbarrier_init(smem.seen[i], 1);
         }
-        hw::mbarrier_init(smem.turn_opens, 2);
-        hw::mbarrier_init(smem.turn_ends, kComputingWarps);
+        for (int i = 0; i < 2; ++i) {
+            hw::mbarrier_init(smem.dq_full[i], kComputingWarps);
+            hw::mbarrier_init(smem.dq_empty[i], 1);
+        }
         hw::mbarrier_init(smem.again_full, 1);
         hw::fence_mbarrier_init();
     }
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     if (warp >= 4) {
         if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
-        Places at = {warp / 4 - 1, {}, {}, {}, false};
+        Places at = {warp / 4 - 1};
         follow(smem, [&] { compute(p, smem, at); });
         return;
     }
@@ -635,14 +594,9 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         Ring<1> part;
         follow(smem, [&] { look_through(smem, stage, part); });
     } else {
-        Ring<1> turn;
+        Visits at;
         follow(smem, [&] {
-            if (!hw::elect_one()) return;
-            if (warp == 2) {
-                open_turns(p.call, smem, turn);
-            } else {
-                end_turns(p.call, smem, turn);
-            }
+            if (hw::elect_one()) bring_dq(p.call, smem, at, static_cast<uint32>(warp - 2));
         });
     }
 }
