@@ -256,7 +256,7 @@ class ForwardSm90(KernelPlan):
     tile_kv: int
     dim: int  # head_dim and head_dim_v, padded to multiples of 16
     dim_v: int
-    slots: int  # of queries: 2, or 1 to save shared memory
+    slots: int  # places of queries: 2, or 1 to save shared memory
     stages: int  # of keys, and of values
     together: int  # tiles of several heads that are worked on at once, the longest first
 
@@ -266,11 +266,13 @@ class ForwardSm90(KernelPlan):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles; a job and two barriers a slot, a word and five barriers a stage, two."""
+        """The tiles; two jobs; a word and five barriers a stage, two a place, and six."""
         rows = self.slots * self.tile_q * max(self.dim, self.dim_v)
+        if self.slots == 1:
+            rows = self.tile_q * (self.dim + 2 * _box(16, self.dim_v).columns)
         rows += self.stages * self.tile_kv * (self.dim + self.dim_v)
         job = 72 + 16 * (self.tile_q // 64)
-        rest = self.slots * (job + 16) + self.stages * (4 + 40) + 16 + 8
+        rest = 2 * job + self.slots * 16 + self.stages * (4 + 40) + 48
         return _ceil(rows * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:

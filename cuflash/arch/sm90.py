@@ -40,7 +40,7 @@ _FORWARD = (
     Tile(96, 128, 64, 2, 2),
     Tile(128, 128, 128, 2, 2, without=("bias",)),
     Tile(128, 128, 64, 2, 2),
-    Tile(192, 128, 80, 1, 2, without=("bias",)),
+    Tile(192, 128, 80, 2, 2, without=("bias",)),
     Tile(192, 128, 48, 1, 2),
     Tile(256, 128, 64, 1, 2, without=("bias",)),
     Tile(256, 128, 48, 1, 2, without=("dropout",)),

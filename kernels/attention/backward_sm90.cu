@@ -402,7 +402,7 @@ __device__ __forceinline__ void write(const Matrix& to,
     static_assert(sizeof(Place) == kGroups * sizeof(OutTile), "a place for each warpgroup");
     OutTile& tile = reinterpret_cast<OutTile*>(&place)[group];
     const int row = static_cast<int>(thread_of_group() / 32 * 16);
-    swizzled::put(tile, sums, {factor, factor}, row);
+    swizzled::put<0, kCols8>(tile, sums, {factor, factor}, row);
     __syncwarp();
     swizzled::write(to, first_key + group * kGroupRows + row, tile, row);
 }

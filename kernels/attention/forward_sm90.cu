@@ -14,13 +14,15 @@
 //
 // The product with V of a tile is started together with the scores of the next tile, also where
 // that one is the first of the next job, and runs while the exponentials of these scores are
-// computed. With one slot for Q a job ends before the next begins. Keys come from the last to the
+// computed. With one place for Q a job ends before the next begins. Keys come from the last to the
 // first, so that causal order meets its diagonal first. More than two warpgroups start their
 // products in turns.
 //
 // Barriers, and who arrives (lanes are one of a warp):
-//   q_full[slot]      the taker, with the job, and the bytes of Q
-//   q_empty[slot]     lanes of all other warps, which read the job
+//   job_full[slot]    the taker
+//   job_empty[slot]   lanes of all other warps
+//   q_full[place]     the taker, and the bytes of Q
+//   q_empty[place]    lanes of the computing warps
 //   k_full, v_full    the loader, and the bytes of a tile
 //   k_empty, v_empty  lanes of the computing warps; of V also the one who looks
 //   v_seen            the one who looks
@@ -28,7 +30,8 @@
 //   v_cleared         the one who looks: see add_special()
 //
 // Budget: a computing thread holds (kTileKv + kDimV) / 2 accumulators and kTileKv / 4 weights, of
-// the 112 to 240 registers that kRegisters leaves it. Results go through the place of their Q.
+// the 112 to 240 registers that kRegisters leaves it. Results go through the place of their Q, or,
+// where there is only one, chunk by chunk through a place of their own.
 #include "attention/params_tma.cuh"
 #include "hw/mbarrier.cuh"
 #include "hw/memory.cuh"
@@ -61,6 +64,7 @@ using QueryTile = swizzled::Tile<kGroupRows, plan::kDim>;
 using KeyTile = swizzled::Tile<plan::kTileKv, plan::kDim>;
 using ValueTile = swizzled::Tile<plan::kTileKv, plan::kDimV>;
 using OutTile = swizzled::Tile<kGroupRows, plan::kDimV>;
+using OutChunk = swizzled::Tile<kGroupRows, OutTile::kChunk>;
 
 // The tiles of keys that some queries see anything of, and all of.
 struct SeenTiles {
@@ -82,17 +86,31 @@ struct Job {
     int32 head_kv, row, batch;  // where boxes begin, of keys
 };
 
-union QueryPlace {
-    QueryTile q;
-    OutTile out;
+// Where queries are, and what results go through.
+template <bool kShared>
+struct QueryPlaces {
+    union {
+        QueryTile q;
+        OutTile out;
+    } at[plan::kSlots][kGroups];
+
+    __device__ __forceinline__ QueryTile& q(int slot, int group) { return at[slot][group].q; }
+};
+template <>
+struct QueryPlaces<false> {
+    QueryTile at[kGroups];
+    OutChunk chunks[kGroups][2];
+
+    __device__ __forceinline__ QueryTile& q(int, int group) { return at[group]; }
 };
 
 struct Smem {
-    QueryPlace q[plan::kSlots][kGroups];
+    QueryPlaces<kFlat> places;
     KeyTile k[plan::kStages];
     ValueTile v[plan::kStages];
-    Job jobs[plan::kSlots];
+    Job jobs[2];
     int32 special[plan::kStages];  // found in V
+    hw::MBarrier job_full[2], job_empty[2];
     hw::MBarrier q_full[plan::kSlots], q_empty[plan::kSlots];
     hw::MBarrier k_full[plan::kStages], k_empty[plan::kStages];
     hw::MBarrier v_full[plan::kStages], v_seen[plan::kStages], v_empty[plan::kStages];
@@ -100,7 +118,8 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
-using Slots = Ring<plan::kSlots>;
+using Slots = Ring<2>;  // of jobs
+using Places = Ring<plan::kSlots>;
 using Stages = Ring<plan::kStages>;
 
 __device__ __forceinline__ int thread_of_group() {
@@ -145,16 +164,13 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
                 p, interleaved<Queries, plan::kTileQ>(p, index, together), work);
             index = draw(p, parts);
         }
-        hw::mbarrier_wait(smem.q_empty[slot.at()], slot.parity() ^ 1);
+        hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
         if (!hw::elect_one()) continue;
         Job& job = smem.jobs[slot.at()];
-        hw::MBarrier& full = smem.q_full[slot.at()];
         const Scores score = Scores::of(p, work.entry, work.head);
         const int32 query = work.tile * plan::kTileQ;
-        const SeenTiles keys = seen_tiles(score, query, plan::kTileQ);
-        const int32 batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
         job.work = work;
-        job.keys = keys;
+        job.keys = seen_tiles(score, query, plan::kTileQ);
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
             job.keys_of_group[group] = seen_tiles(score, query + group * kGroupRows, kGroupRows);
@@ -162,16 +178,21 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
         job.exists = exists;
         job.head_kv = work.head / (p.heads_q / p.heads_kv);
         job.row = work.entry.first_kv;
-        job.batch = batch;
-        if (keys.any.first >= keys.any.last) {
+        job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
+        hw::mbarrier_arrive(smem.job_full[slot.at()]);
+        if (!exists) continue;
+        const Places place = {slot.count};
+        hw::MBarrier& full = smem.q_full[place.at()];
+        hw::mbarrier_wait(smem.q_empty[place.at()], place.parity() ^ 1);
+        if (job.keys.any.first >= job.keys.any.last) {
             hw::mbarrier_arrive(full);
             continue;
         }
         hw::mbarrier_arrive_expect_tx(full, kGroups * QueryTile::kBytes);
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
-            swizzled::load(smem.q[slot.at()][group].q, maps.q, full,
-                           work.entry.first_q + query + group * kGroupRows, work.head, batch);
+            swizzled::load(smem.places.q(place.at(), group), maps.q, full,
+                           work.entry.first_q + query + group * kGroupRows, work.head, job.batch);
         }
     }
 }
@@ -186,7 +207,7 @@ __device__ __forceinline__ void load_all(Smem& smem,
     Slots slot;
     Stages stage;
     for (;; slot.next()) {
-        hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
+        hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
         if (!job.exists) return;
         const int32 first = job.keys.any.first;
@@ -197,7 +218,7 @@ __device__ __forceinline__ void load_all(Smem& smem,
             swizzled::load(tiles[stage.at()], map, full[stage.at()], job.row + tile * plan::kTileKv,
                            job.head_kv, job.batch);
         }
-        hw::mbarrier_arrive(smem.q_empty[slot.at()]);
+        hw::mbarrier_arrive(smem.job_empty[slot.at()]);
     }
 }
 
@@ -208,7 +229,7 @@ __device__ __forceinline__ void look_through_values(Smem& smem) {
     Stages stage;
     Ring<1> added;  // of special_added
     for (;; slot.next()) {
-        hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
+        hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
         if (!job.exists) return;
         const int32 first = job.keys.any.first;
@@ -227,7 +248,7 @@ __device__ __forceinline__ void look_through_values(Smem& smem) {
             }
             arrive(smem.v_empty[stage.at()]);
         }
-        arrive(smem.q_empty[slot.at()]);
+        arrive(smem.job_empty[slot.at()]);
     }
 }
 
@@ -245,7 +266,7 @@ struct State {
     bool large;                 // a row of the warp has a large shift
 };
 
-struct Places {
+struct Passed {
     int group;
     Stages k;         // of the next tile
     Ring<1> cleared;  // of v_cleared
@@ -297,34 +318,73 @@ __device__ __forceinline__ void conclude(
     }
 }
 
-// Starts to write the results of the job in a slot, through the place of its queries.
+// Writes rows of results, or starts to, through a tile that holds those of the warp from column
+// `col` on.
+template <class Tile>
+__device__ __forceinline__ void write(
+    const TmaParams& maps, const Job& job, int32 query, const Tile& tile, int row, int col) {
+    const Entry& entry = job.work.entry;
+    if (plan::kPacked && query + 16 > entry.seqlen_q) {  // the next entry's rows are not to change
+        __syncwarp();
+        const Matrix out = query_matrix(maps.call.out, entry, job.work.head, maps.call.head_dim_v);
+        swizzled::write(out, query, tile, row, col);
+        hw::fence_proxy_async();
+        __syncwarp();
+    } else if (query < entry.seqlen_q) {
+        swizzled::store(maps.o, entry.first_q + query, job.work.head, job.batch, tile, row, col);
+    }
+}
+
+// The same from chunk kFirst on, two of which are on their way at a time.
+template <int kFirst, class Places>
+__device__ __forceinline__ void store_chunks(const TmaParams& maps,
+                                             Places& places,
+                                             const State& state,
+                                             const float (&inverse)[2],
+                                             const Job& job,
+                                             int32 query,
+                                             int row,
+                                             int group) {
+    if constexpr (kFirst < OutTile::kChunks) {
+        constexpr int kColumns8 = OutChunk::kCols / 8;
+        OutChunk& chunk = places.chunks[group][kFirst % 2];
+        hw::bulk_wait_read<1>();
+        __syncwarp();
+        swizzled::put<kFirst * kColumns8, kColumns8>(chunk, state.out, inverse, row);
+        write(maps, job, query, chunk, row, kFirst * OutChunk::kCols);
+        store_chunks<kFirst + 1>(maps, places, state, inverse, job, query, row, group);
+    }
+}
+
+// Starts to write the results of the job in a slot.
+template <bool kShared>
 __device__ __forceinline__ void store(const TmaParams& maps,
                                       Smem& smem,
                                       const State& state,
                                       const float (&inverse)[2],
                                       int slot,
                                       int group) {
-    const Params& p = maps.call;
     const Job& job = smem.jobs[slot];
-    const Entry& entry = job.work.entry;
-    OutTile& tile = smem.q[slot][group].out;
     const int row = uniform(thread_of_group() / 32 * 16);
     const int32 query = uniform(query_of(job, group));
-    sync_group(group);  // no product reads these queries any more
-    swizzled::put(tile, state.out, inverse, row);
-    if (plan::kPacked && query + 16 > entry.seqlen_q) {  // the next entry's rows are not to change
-        __syncwarp();
-        swizzled::write(query_matrix(p.out, entry, job.work.head, p.head_dim_v), query, tile, row);
-        hw::fence_proxy_async();
-    } else if (query < entry.seqlen_q) {
-        swizzled::store(maps.o, entry.first_q + query, job.work.head, job.batch, tile, row);
+    if constexpr (kShared) {
+        QueryPlaces<kShared>& places = smem.places;
+        OutTile& tile = places.at[slot][group].out;
+        sync_group(group);  // no product reads these queries any more
+        swizzled::put<0, kCols8>(tile, state.out, inverse, row);
+        write(maps, job, query, tile, row, 0);
+    } else {
+        store_chunks<0>(maps, smem.places, state, inverse, job, query, row, group);
     }
 }
 
-// They have left the slot, which is free.
+// They have left shared memory; the slot is free.
 __device__ __forceinline__ void release(Smem& smem, int slot) {
-    hw::bulk_wait_read<0>();
-    arrive(smem.q_empty[slot]);
+    if (kFlat) {
+        hw::bulk_wait_read<0>();
+        arrive(smem.q_empty[slot]);
+    }
+    arrive(smem.job_empty[slot]);
 }
 
 // Starts the product that is pending.
@@ -344,7 +404,7 @@ __device__ __forceinline__ void end_product(Smem& smem, State& state, Stages v) 
 // If values that are pending have infinities or NaN, which not all see: adds them to the results of
 // those who do, and waits until they are 0.
 __device__ __forceinline__ void add_special(
-    const Params& p, Smem& smem, State& state, Places& at, const Job& job, int32 tile) {
+    const Params& p, Smem& smem, State& state, Passed& at, const Job& job, int32 tile) {
     const Stages v = at.v();
     hw::mbarrier_wait(smem.v_seen[v.at()], v.parity());
     if (!uniform(smem.special[v.at()])) return;
@@ -362,7 +422,7 @@ __device__ __forceinline__ void add_special(
 }
 
 // A tile that the warpgroup sees nothing of, though others do.
-__device__ __forceinline__ void pass(Smem& smem, State& state, Places& at, bool looked_through) {
+__device__ __forceinline__ void pass(Smem& smem, State& state, Passed& at, bool looked_through) {
     if (state.pending) {
         start_product(smem, state, at.v());
         end_product(smem, state, at.v());
@@ -391,7 +451,7 @@ template <bool kPlain, bool kAdds>
 __device__ __forceinline__ void turn(const TmaParams& maps,
                                      Smem& smem,
                                      State& state,
-                                     Places& at,
+                                     Passed& at,
                                      int slot,
                                      int32 tile,
                                      bool starts,
@@ -405,7 +465,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     at.k.next();
     hw::mbarrier_wait(smem.k_full[k.at()], k.parity());
     take_turn(at.group, [&] {
-        swizzled::start_a_bt(s, smem.q[slot][at.group].q, 0, smem.k[k.at()]);
+        swizzled::start_a_bt(s, smem.places.q(slot, at.group), 0, smem.k[k.at()]);
         if (kAdds) start_product(smem, state, v);
     });
     if (starts) {
@@ -432,7 +492,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     online::exponentials(s, state.rows, shifts, score, state.randoms, key, state.factor);
     if (kAdds) {
         end_product(smem, state, v);
-        if (starts) store(maps, smem, state, inverse, slot ^ 1, at.group);
+        if (starts) store<kFlat>(maps, smem, state, inverse, slot ^ 1, at.group);
     }
     if (grows && !starts) online::rescale(state.out, scales);
 #pragma unroll
@@ -444,14 +504,15 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
 
 // Ends the job in a slot.
 __device__ __forceinline__ void finish(
-    const TmaParams& maps, Smem& smem, State& state, Places& at, int slot) {
+    const TmaParams& maps, Smem& smem, State& state, Passed& at, int slot) {
+    if (!kFlat) arrive(smem.q_empty[0]);  // no product reads these queries any more
     if (state.pending) {
         start_product(smem, state, at.v());
         end_product(smem, state, at.v());
     }
     float inverse[2];
     conclude(maps.call, inverse, state, smem.jobs[slot], at.group);
-    store(maps, smem, state, inverse, slot, at.group);
+    store<kFlat>(maps, smem, state, inverse, slot, at.group);
     release(smem, slot);
 }
 
@@ -470,11 +531,11 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
     State state;
     state.pending = false;
     bool unfinished = false;  // the job before
-    Places at = {group};
+    Passed at = {group};
     Slots slot;
     if (kInTurns && group == kGroups - 1) hw::named_barrier_arrive(1, 2 * kGroupThreads);
     for (;; slot.next()) {
-        hw::mbarrier_wait(smem.q_full[slot.at()], slot.parity());
+        hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
         const bool exists = uniform(job.exists);
         const SeenTiles& own = job.keys_of_group[group];
@@ -483,12 +544,14 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
         if (kFlat && unfinished && !(state.pending && begins)) {
             finish(maps, smem, state, at, slot.at() ^ 1);
         }
-        if (!exists) return;
+        if (!exists) break;
+        const Places place = {slot.count};
+        hw::mbarrier_wait(smem.q_full[place.at()], place.parity());
         if (uniform(own.any.first >= own.any.last)) {
             start(p, state, job, group);
             fragment::clear(state.out);
-        } else if (!kScored && p.scale < 0.0) {
-            negate(smem.q[slot.at()][group].q, group);
+        } else if (!kScored && static_cast<float>(p.scale) < 0.0f) {
+            negate(smem.places.q(place.at(), group), group);
         }
         bool starts = true;
         for (int32 tile = last; tile > first;) {
@@ -516,6 +579,7 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
         unfinished = true;
         if (!kFlat) finish(maps, smem, state, at, slot.at());
     }
+    hw::bulk_wait_read<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
@@ -526,9 +590,13 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         hw::prefetch(p.k);
         hw::prefetch(p.v);
         hw::prefetch(p.o);
+        for (int i = 0; i < 2; ++i) {
+            hw::mbarrier_init(smem.job_full[i], 1);
+            hw::mbarrier_init(smem.job_empty[i], kComputingWarps + 3);
+        }
         for (int i = 0; i < plan::kSlots; ++i) {
             hw::mbarrier_init(smem.q_full[i], 1);
-            hw::mbarrier_init(smem.q_empty[i], kComputingWarps + 3);
+            hw::mbarrier_init(smem.q_empty[i], kComputingWarps);
         }
         for (int i = 0; i < plan::kStages; ++i) {
             hw::mbarrier_init(smem.k_full[i], 1);

@@ -52,18 +52,18 @@ __device__ __forceinline__ void load(
 }
 
 // Starts to write rows [row, row + 16) of a tile to a head, as far as the array has them, from row
-// `to_row` on; they are not to be written over before bulk_wait_read(). All lanes of the warp that
+// `to_row` and column `to_col` on; they are not to be written over before bulk_wait_read(). All lanes of the warp that
 // made these rows.
 template <class Tile>
 __device__ __forceinline__ void store(
-    const hw::TensorMap& map, int to_row, int head, int batch, const Tile& tile, int row) {
+    const hw::TensorMap& map, int to_row, int head, int batch, const Tile& tile, int row, int to_col) {
     hw::fence_proxy_async();
     __syncwarp();
     if (!hw::elect_one()) return;
 #pragma unroll
     for (int c = 0; c < Tile::kChunks; ++c) {
         hw::tma_store(map, &tile.at[c * (Tile::kChunkBytes / 2) + row * Tile::kChunk],
-                      c * Tile::kChunk, to_row, head, batch);
+                      to_col + c * Tile::kChunk, to_row, head, batch);
     }
     hw::bulk_commit();
 }
@@ -202,18 +202,18 @@ __device__ __forceinline__ void right(uint32 (&b)[2][2],
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
 
-// Rounds a warp's 16 rows of results and puts them into rows [row, row + 16) of a tile; `factors`
-// are those of a lane's two rows.
-template <int kColumns8, class Tile>
+// Rounds a warp's 16 rows of results, 8 kCount columns from 8 kFirst on, and puts them into rows
+// [row, row + 16) of a tile; `factors` are those of a lane's two rows.
+template <int kFirst, int kCount, int kColumns8, class Tile>
 __device__ __forceinline__ void put(Tile& tile,
                                     const float (&x)[1][kColumns8][4],
                                     const float (&factors)[2],
                                     int row) {
     const uint32 lane = hw::forget(static_cast<uint32>(fragment::lane()));
 #pragma unroll
-    for (int n = 0; n < kColumns8; n += 2) {
-        const float (&left)[4] = x[0][n];
-        const float (&right)[4] = x[0][n + 1];
+    for (int n = 0; n < kCount; n += 2) {
+        const float (&left)[4] = x[0][kFirst + n];
+        const float (&right)[4] = x[0][kFirst + n + 1];
         const uint32 r[4] = {hw::pack2<Element>(left[0] * factors[0], left[1] * factors[0]),
                              hw::pack2<Element>(left[2] * factors[1], left[3] * factors[1]),
                              hw::pack2<Element>(right[0] * factors[0], right[1] * factors[0]),
@@ -229,17 +229,18 @@ __device__ __forceinline__ void put_transposed(Tile& tile, const uint32 (&x)[4],
     hw::stmatrix<true>(tile.piece(row + lane / 16 * 8 + lane % 8, col + lane / 8 % 2 * 8), x);
 }
 
-// A warp writes rows [row, row + 16) of a tile to rows from `to_row` on of a matrix, as far as it
-// has them.
+// A warp writes rows [row, row + 16) of a tile to a matrix, from row `to_row` and column `to_col`
+// on, as far as it has them.
 template <class Tile>
-__device__ __forceinline__ void write(const Matrix& to, int32 to_row, const Tile& tile, int row) {
+__device__ __forceinline__ void write(
+    const Matrix& to, int32 to_row, const Tile& tile, int row, int32 to_col = 0) {
     constexpr int kPieces = Tile::kCols / 8;
 #pragma unroll 4
     for (int i = hw::forget(fragment::lane()); i < 16 * kPieces; i += 32) {
-        const int r = i / kPieces, col = i % kPieces * 8;
+        const int r = i / kPieces, col = to_col + i % kPieces * 8;
         if (to_row + r >= to.rows || col >= to.cols) continue;
         using Piece = hw::Vec<uint32, 4>;
-        const Element* const from = tile.piece(row + r, col);
+        const Element* const from = tile.piece(row + r, i % kPieces * 8);
         Element* const at = to.data + (to_row + r) * to.stride_row + col * to.stride_col;
         if (to.aligned == 16) {
             hw::store(reinterpret_cast<Piece*>(at), *reinterpret_cast<const Piece*>(from));
