@@ -348,7 +348,7 @@ __device__ __forceinline__ void store_chunks(const TmaParams& maps,
     if constexpr (kFirst < OutTile::kChunks) {
         constexpr int kColumns8 = OutChunk::kCols / 8;
         OutChunk& chunk = places.chunks[group][kFirst % 2];
-        hw::bulk_wait_read<1>();
+        if (kFirst != 1) hw::bulk_wait_read<kFirst == 0 ? 0 : 1>();
         __syncwarp();
         swizzled::put<kFirst * kColumns8, kColumns8>(chunk, state.out, inverse, row);
         write(maps, job, query, chunk, row, kFirst * OutChunk::kCols);
