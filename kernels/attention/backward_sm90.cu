@@ -73,6 +73,11 @@ struct Notes {
     int32 any;                         // 0: nothing to do; -1: no more parts
     int32 special_k;                   // K has infinities or NaN, and some pairs are hidden
     int32 special;                     // so have K, Q or dout
+
+    // Is anything hidden from a query tile?
+    __device__ __forceinline__ bool hides(int32 tile) const {
+        return tile < plain.first || tile >= plain.last;
+    }
 };
 
 // A visit, for those who compute.
@@ -121,9 +126,7 @@ struct Visit {
         tile = notes.queries.last - 1;
         ++head;
     }
-    __device__ __forceinline__ bool hides(const Notes& notes) const {
-        return tile < notes.plain.first || tile >= notes.plain.last;
-    }
+    __device__ __forceinline__ bool hides(const Notes& notes) const { return notes.hides(tile); }
 };
 
 __device__ __forceinline__ bool hides_any(const Notes& notes) {
@@ -262,7 +265,7 @@ struct Sums {
 };
 
 // What a computing thread has passed.
-struct Places {
+struct Passed {
     int group;
     Stages stage;
     Ring<1> part;
@@ -277,7 +280,7 @@ __device__ __forceinline__ int row_of_warp(int group) {
 // Puts the warp's part of dq of a visit into shared memory, once that of the last one has left it.
 __device__ __forceinline__ void put_dq(Smem& smem,
                                        const float (&dq)[1][kDqCols / 8][4],
-                                       Places& at) {
+                                       Passed& at) {
     using Four = hw::Vec<float, 4>;
     const int warp = 4 * at.group + static_cast<int>(thread_of_group() / 32);
     Four* const mine = reinterpret_cast<Four*>(smem.dq[warp]) + fragment::lane();
@@ -288,6 +291,10 @@ __device__ __forceinline__ void put_dq(Smem& smem,
         const float (&x)[4] = dq[0][n];
         mine[32 * n] = Four{{x[0], x[1], x[2], x[3]}};
     }
+}
+
+// Says that it is there.
+__device__ __forceinline__ void tell_dq(Smem& smem, Passed& at) {
     hw::fence_proxy_async();
     arrive(smem.dq_full[at.dq.at()]);
     at.dq.next();
@@ -325,25 +332,26 @@ __device__ __forceinline__ void load_keys_again(const TmaParams& p, Smem& smem) 
 
 template <bool kPlain>
 __device__ __forceinline__ void turn(
-    const TmaParams& maps, Smem& smem, Sums& sums, Places& at) {
+    const TmaParams& maps, Smem& smem, Sums& sums, Passed& at) {
     const Params& p = maps.call;
     const Notes& notes = smem.notes;
     const Stages stage = at.stage;
     at.stage.next();
+    const int group = hw::forget(at.group);  // or operands' descriptors take registers
     QueryTile& q = smem.q[stage.at()];
     DoutTile& dout = smem.dout[stage.at()];
     ScoreTile& tile = smem.ds[stage.count % 2];
 
     float s[1][kQueries8][4], dp[1][kQueries8][4];
     hw::mbarrier_wait(smem.q_full[stage.at()], stage.parity());
-    swizzled::start_a_bt(s, smem.k, at.group * kGroupRows, q);
+    swizzled::start_a_bt(s, smem.k, group * kGroupRows, q);
     hw::mbarrier_wait(smem.dout_full[stage.at()], stage.parity());
-    swizzled::start_a_bt(dp, smem.v, at.group * kGroupRows, dout);
+    swizzled::start_a_bt(dp, smem.v, group * kGroupRows, dout);
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(s));
     hw::pin(swizzled::listed(dp));
 
-    const int row = row_of_warp(at.group);
+    const int row = row_of_warp(group);
     const Step& step = smem.steps[stage.at()];
     const int32 query = step.query, key = notes.work.tile * plan::kTileKv + row;
     const Scores score = Scores::of(p, notes.work.entry, step.head);
@@ -375,8 +383,8 @@ __device__ __forceinline__ void turn(
         swizzled::start_x_b(sums.dv, weights, dout, true);
     }
     float dq[1][kDqCols / 8][4];
-    swizzled::start_a_b(dq, tile, kByColumns ? 0 : at.group * kGroupRows, smem.k,
-                        kByColumns ? at.group * kDqCols : 0);
+    swizzled::start_a_b(dq, tile, kByColumns ? 0 : group * kGroupRows, smem.k,
+                        kByColumns ? group * kDqCols : 0);
     hw::wgmma_wait<1>();
     hw::pin(swizzled::listed(sums.dv));
     arrive(smem.dout_empty[stage.at()]);
@@ -386,6 +394,7 @@ __device__ __forceinline__ void turn(
     if (p.dq.data) put_dq(smem, dq, at);
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(sums.dk));
+    if (p.dq.data) tell_dq(smem, at);
     arrive(smem.q_empty[stage.at()]);
     if (!kPlain && notes.special_k) load_keys_again(maps, smem);
 }
@@ -477,7 +486,7 @@ __device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, i
     }
 }
 
-__device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Places& at) {
+__device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& at) {
     const Notes& notes = smem.notes;
     Sums sums;
     fragment::clear(sums.dk);
@@ -488,16 +497,18 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Places& 
         hw::mbarrier_wait(smem.k_seen, at.part.parity());
         at.part.next();
     }
-    Visit visit = Visit::first(notes);
-    visit = {uniform(visit.head), uniform(visit.tile)};
-    while (uniform(visit.exists(notes))) {
-        if (uniform(visit.hides(notes))) {
-            turn<false>(p, smem, sums, at);
-            visit.next(notes);
-        }
+    const int32 heads = uniform(notes.visits > 0 ? notes.group : 0);
+    for (int32 head = 0; head < heads; ++head) {
+        const int32 first = uniform(notes.queries.first);
+        for (int32 tile = uniform(notes.queries.last); tile > first;) {
+            if (uniform(notes.hides(tile - 1))) {
+                turn<false>(p, smem, sums, at);
+                --tile;
+            } else {
+                const int32 stop = uniform(max(first, notes.plain.first));
 #pragma unroll 1
-        for (; uniform(visit.exists(notes) && !visit.hides(notes)); visit.next(notes)) {
-            turn<true>(p, smem, sums, at);
+                for (; tile > stop; --tile) turn<true>(p, smem, sums, at);
+            }
         }
     }
     sync_computing();  // no product reads keys or values any more
@@ -582,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     if (warp >= 4) {
         if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
-        Places at = {warp / 4 - 1};
+        Passed at = {warp / 4 - 1};
         follow(smem, [&] { compute(p, smem, at); });
         return;
     }
