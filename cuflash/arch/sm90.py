@@ -18,7 +18,7 @@ __all__ = ["BackwardTile", "Sm90", "Tile", "backward", "forward"]
 
 _MAX_HEAD_DIM, _MAX_HEAD_DIM_BACKWARD = 256, 128
 _LACKING = frozenset({"softcap", "dropout"})
-_L2_BYTES = 2**25  # of keys and values that are worked on at once
+_TOGETHER = 512  # forward tiles: about four for each multiprocessor
 
 
 class Tile(NamedTuple):
@@ -40,7 +40,7 @@ _FORWARD = (
     Tile(96, 128, 64, 2, 2),
     Tile(128, 128, 128, 2, 2, without=("bias",)),
     Tile(128, 128, 64, 2, 2),
-    Tile(192, 128, 80, 2, 2, without=("bias",)),
+    Tile(192, 128, 96, 1, 2, without=("bias",)),
     Tile(192, 128, 48, 1, 2),
     Tile(256, 128, 64, 1, 2, without=("bias",)),
     Tile(256, 128, 48, 1, 2, without=("dropout",)),
@@ -132,7 +132,7 @@ def forward(traits: Traits, tile: Tile, options: frozenset[str] = frozenset()) -
         dim_v=dim_v,
         slots=tile.slots,
         stages=tile.stages,
-        together=_L2_BYTES // (2 * (dim + dim_v) * tile.tile_q),
+        together=_TOGETHER,
         **dict.fromkeys(options, True),
     )
 

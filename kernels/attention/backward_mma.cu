@@ -376,8 +376,8 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
     backward_mma(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
     for (int64 index = blockIdx.x; index < work_parts<Keys, plan::kTileKv>(p) * plan::kSplits;) {
-        const int64 together = heads_of_parts<Keys, plan::kTileKv>(p, plan::kTogether);
-        const int64 part = interleaved<Keys, plan::kTileKv>(p, index / plan::kSplits, together);
+        const int64 part =
+            interleaved<Keys, plan::kTileKv, plan::kTogether>(p, index / plan::kSplits);
         Work work = {slack(Keys(), 0, 0), 0, 0};  // nothing, if there is nothing to do
         const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
         if (threadIdx.x == 0) {

@@ -521,7 +521,7 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
 
 // Thread 0 says what there is to do. All lanes of its warp.
 __device__ __forceinline__ void take_notes(const Params& p, int64 index, Notes& notes) {
-    const int64 part = interleaved<Keys, plan::kTileKv>(p, index, plan::kHeadsTogether);
+    const int64 part = interleaved<Keys, plan::kTileKv, 0, plan::kHeadsTogether>(p, index);
     Work work = {slack(Keys(), 0, 0), 0, 0};
     const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
     if (threadIdx.x != 0) return;

@@ -148,11 +148,44 @@ __device__ __forceinline__ int64 draw(const Params& p, int64 parts) {
     return static_cast<int64>(__shfl_sync(0xffffffffu, ticket, 0)) + gridDim.x;
 }
 
+// Starts to bring the queries of the job in a slot. One thread.
+__device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem, Slots slot) {
+    const Places place = {slot.count};
+    hw::MBarrier& full = smem.q_full[place.at()];
+    if (!kFlat) hw::mbarrier_wait(smem.q_empty[place.at()], place.parity() ^ 1);
+    const Job& job = smem.jobs[slot.at()];
+    if (job.keys.any.first >= job.keys.any.last) {
+        hw::mbarrier_arrive(full);
+        return;
+    }
+    hw::mbarrier_arrive_expect_tx(full, kGroups * QueryTile::kBytes);
+    int32 row = job.work.entry.first_q + job.work.tile * plan::kTileQ;
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group, row += kGroupRows) {
+        swizzled::load(smem.places.q(place.at(), group), maps.q, full, row, job.work.head,
+                       job.batch);
+    }
+}
+
+// Notes what keys a job has, in few registers. One thread.
+__device__ __forceinline__ void note_keys(const Params& p, Job& job) {
+    job.head_kv = job.work.head / (p.heads_q / p.heads_kv);
+    job.row = job.work.entry.first_kv;
+    job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(job.work.entry.batch);
+#pragma unroll 1
+    for (int group = -1; group < kGroups; ++group) {  // first of all groups
+        hw::forget_stores();
+        const Scores score = Scores::of(p, job.work.entry, job.work.head);
+        const int32 query = job.work.tile * plan::kTileQ + max(group, 0) * kGroupRows;
+        SeenTiles& to = group < 0 ? job.keys : job.keys_of_group[group];
+        to = seen_tiles(score, query, group < 0 ? plan::kTileQ : kGroupRows);
+    }
+}
+
 // Puts one job after the other into the slots, and starts to bring their queries. A warp.
 __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
     const Params& p = maps.call;
     const int64 parts = work_parts<Queries, plan::kTileQ>(p);
-    const int64 together = heads_of_parts<Queries, plan::kTileQ>(p, plan::kTogether);
     Slots slot;
     int64 index = blockIdx.x;
     bool exists = true;
@@ -161,39 +194,20 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
         exists = false;
         while (!exists && index < parts) {
             exists = work_at<Queries, plan::kTileQ>(
-                p, interleaved<Queries, plan::kTileQ>(p, index, together), work);
+                p, interleaved<Queries, plan::kTileQ, plan::kTogether>(p, index), work);
             index = draw(p, parts);
         }
         hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
+        // As soon as the slot, as a rule; and all lanes wait in fewer registers than one.
+        if (kFlat) hw::mbarrier_wait(smem.q_empty[slot.at()], slot.parity() ^ 1);
         if (!hw::elect_one()) continue;
         Job& job = smem.jobs[slot.at()];
-        const Scores score = Scores::of(p, work.entry, work.head);
-        const int32 query = work.tile * plan::kTileQ;
         job.work = work;
-        job.keys = seen_tiles(score, query, plan::kTileQ);
-#pragma unroll 1
-        for (int group = 0; group < kGroups; ++group) {
-            job.keys_of_group[group] = seen_tiles(score, query + group * kGroupRows, kGroupRows);
-        }
         job.exists = exists;
-        job.head_kv = work.head / (p.heads_q / p.heads_kv);
-        job.row = work.entry.first_kv;
-        job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
+        note_keys(p, job);
         hw::mbarrier_arrive(smem.job_full[slot.at()]);
         if (!exists) continue;
-        const Places place = {slot.count};
-        hw::MBarrier& full = smem.q_full[place.at()];
-        hw::mbarrier_wait(smem.q_empty[place.at()], place.parity() ^ 1);
-        if (job.keys.any.first >= job.keys.any.last) {
-            hw::mbarrier_arrive(full);
-            continue;
-        }
-        hw::mbarrier_arrive_expect_tx(full, kGroups * QueryTile::kBytes);
-#pragma unroll 1
-        for (int group = 0; group < kGroups; ++group) {
-            swizzled::load(smem.places.q(place.at(), group), maps.q, full,
-                           work.entry.first_q + query + group * kGroupRows, work.head, job.batch);
-        }
+        bring_queries(maps, smem, slot);
     }
 }
 
@@ -318,6 +332,26 @@ __device__ __forceinline__ void conclude(
     }
 }
 
+// Writes as many rows of a tile, as it holds those of the warp from column `col` on. The array has
+// rows that TMA could write.
+template <class Tile>
+__device__ __forceinline__ void write_some(
+    const Tensor& to, const Job& job, int32 query, int32 columns, const Tile& tile, int row, int col) {
+    using Piece = hw::Vec<uint32, 4>;
+    const Entry& entry = job.work.entry;
+    Element* const data = static_cast<Element*>(to.data) + job.batch * to.stride_batch +
+                          job.work.head * to.stride_head +
+                          (entry.first_q + query) * to.stride_seq + col;
+    const int rows = entry.seqlen_q - query;
+#pragma unroll 1
+    for (int i = fragment::lane(); i < rows * (Tile::kCols / 8); i += 32) {
+        const int r = i / (Tile::kCols / 8), c = i % (Tile::kCols / 8) * 8;
+        if (col + c >= columns) continue;
+        hw::store(reinterpret_cast<Piece*>(data + r * to.stride_seq + c),
+                  *reinterpret_cast<const Piece*>(tile.piece(row + r, c)));
+    }
+}
+
 // Writes rows of results, or starts to, through a tile that holds those of the warp from column
 // `col` on.
 template <class Tile>
@@ -326,8 +360,7 @@ __device__ __forceinline__ void write(
     const Entry& entry = job.work.entry;
     if (plan::kPacked && query + 16 > entry.seqlen_q) {  // the next entry's rows are not to change
         __syncwarp();
-        const Matrix out = query_matrix(maps.call.out, entry, job.work.head, maps.call.head_dim_v);
-        swizzled::write(out, query, tile, row, col);
+        write_some(maps.call.out, job, query, maps.call.head_dim_v, tile, row, col);
         hw::fence_proxy_async();
         __syncwarp();
     } else if (query < entry.seqlen_q) {
