@@ -167,18 +167,17 @@ __device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem,
     }
 }
 
-// Notes what keys a job has, in few registers. One thread.
+// Notes what keys a job has. One thread.
 __device__ __forceinline__ void note_keys(const Params& p, Job& job) {
     job.head_kv = job.work.head / (p.heads_q / p.heads_kv);
     job.row = job.work.entry.first_kv;
     job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(job.work.entry.batch);
+    const Scores score = Scores::of(p, job.work.entry, job.work.head);
+    const int32 query = job.work.tile * plan::kTileQ;
+    job.keys = seen_tiles(score, query, plan::kTileQ);
 #pragma unroll 1
-    for (int group = -1; group < kGroups; ++group) {  // first of all groups
-        hw::forget_stores();
-        const Scores score = Scores::of(p, job.work.entry, job.work.head);
-        const int32 query = job.work.tile * plan::kTileQ + max(group, 0) * kGroupRows;
-        SeenTiles& to = group < 0 ? job.keys : job.keys_of_group[group];
-        to = seen_tiles(score, query, group < 0 ? plan::kTileQ : kGroupRows);
+    for (int group = 0; group < kGroups; ++group) {
+        job.keys_of_group[group] = seen_tiles(score, query + group * kGroupRows, kGroupRows);
     }
 }
 

@@ -71,10 +71,6 @@ __device__ __forceinline__ unsigned forget(unsigned x) {
     return x;
 }
 
-// What was stored is loaded anew behind it, and need not be kept in registers. No instruction; any
-// thread.
-__device__ __forceinline__ void forget_stores() { asm volatile("" ::: "memory"); }
-
 // The registers have their values here, as far as the compiler can tell: it moves no use of them
 // across. To stand before wgmma_fence and after wgmma_wait for registers that wgmma reads or writes
 // in between. No instruction; any thread.
