@@ -311,7 +311,7 @@ def cubins(full: bool = False) -> list[tuple[str, UnitPlan]]:
                         for plan in row.forward + row.backward:
                             if plan.family != "mma":
                                 found[name, plan] = None
-    return list(found | dict.fromkeys(_mma_cubins(full)))
+    return list(found | dict.fromkeys(_mma_cubins(full)) | dict.fromkeys(_sm90_cubins(full)))
 
 
 def _mma_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
@@ -341,9 +341,37 @@ def _mma_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
         for direction in ("forward", "backward")
         if not _is_known_to_spill(name, direction, size, options, aligned)
         for plan in select.choose(
-            direction, Traits(DTYPES[dtype], size, size, options, aligned), ARCHITECTURES[name]
+            direction,
+            Traits(DTYPES[dtype], size, size, options, aligned, boxes=False),
+            ARCHITECTURES[name],
         )
         if plan.family == "mma" and (plan.kernel in ("forward_mma", "backward_mma") or not options)
+    ]
+
+
+def _sm90_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
+    """Return the same of the family sm90.
+
+    Every head size meets both dtypes without options, and every set of options two head sizes.
+    """
+    sets = [tuple(n for n in FEATURES if n in s) for s in mma.FEATURE_SETS]
+    dtypes, sizes = ("float16", "bfloat16"), sm90._PADDED
+    calls = list(itertools.product(dtypes, sizes, sets))
+    if not full:
+        calls = [(dtype, size, ()) for dtype in dtypes for size in sizes]
+        calls += [
+            (dtypes[(i + j) % 2], sizes[(i + 2 * j) % 5], options)
+            for i, options in enumerate(sets[1:])
+            for j in range(2)
+        ]
+    return [
+        ("sm_90", plan)
+        for dtype, size, options in calls
+        for direction in ("forward", "backward")
+        for plan in select.choose(
+            direction, Traits(DTYPES[dtype], size, size, options), ARCHITECTURES["sm_90"]
+        )
+        if plan.family == "sm90"
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..device import Device
 from ..plan import BackwardDqMma, BackwardRowsSm90, BackwardSm90, Delta, ForwardSm90, Plan
-from ..problem import Traits
+from ..problem import FEATURES, Traits
 from . import simt
 from .mma import compiled_for
 
@@ -29,21 +29,24 @@ class Tile(NamedTuple):
     tile_kv: int
     slots: int
     stages: int
-    without: tuple[str, ...] = ()  # options that it has no registers for
+    most: int = len(FEATURES)  # so many options it has registers for,
+    without: tuple[str, ...] = ()  # and none of these
 
 
 # Where several rows serve a head size, the first that fits the shared memory is taken.
 _FORWARD = (
-    Tile(64, 256, 64, 2, 4, without=("bias", "dropout")),
+    Tile(64, 256, 64, 2, 4, 1, without=("bias", "mask", "alibi", "dropout")),
     Tile(64, 128, 64, 2, 4),
-    Tile(96, 128, 128, 2, 2, without=("bias",)),
+    Tile(96, 128, 128, 2, 2, 1),
     Tile(96, 128, 64, 2, 2),
-    Tile(128, 128, 128, 2, 2, without=("bias",)),
+    Tile(128, 128, 128, 2, 2, 1),
     Tile(128, 128, 64, 2, 2),
-    Tile(192, 128, 96, 1, 2, without=("bias",)),
-    Tile(192, 128, 48, 1, 2),
-    Tile(256, 128, 64, 1, 2, without=("bias",)),
-    Tile(256, 128, 48, 1, 2, without=("dropout",)),
+    Tile(192, 128, 96, 1, 2, 1, without=("bias",)),
+    Tile(192, 128, 64, 1, 2, 1),
+    Tile(192, 64, 48, 1, 2),
+    Tile(256, 128, 64, 1, 2, 1, without=("bias", "alibi")),
+    Tile(256, 128, 48, 1, 2, 1, without=("bias",)),
+    Tile(256, 128, 32, 1, 2, 1),
     Tile(256, 64, 32, 1, 2),
 )
 
@@ -98,7 +101,9 @@ class Sm90:
             [
                 (forward(traits, row, options),)
                 for row in _FORWARD
-                if row.head_dim == size and options.isdisjoint(row.without)
+                if row.head_dim == size
+                and len(options) <= row.most
+                and options.isdisjoint(row.without)
             ]
         ]
 

@@ -151,8 +151,7 @@ __device__ __forceinline__ void load_query_tile(
 }
 __device__ __forceinline__ void load_dout_tile(
     const TmaParams& p, DoutTile& to, hw::MBarrier& full, const Notes& notes, Visit visit) {
-    swizzled::load(to, p.o, full, notes.row_q + visit.tile * plan::kTileQ, visit.head,
-                   notes.batch);
+    swizzled::load(to, p.o, full, notes.row_q + visit.tile * plan::kTileQ, visit.head, notes.batch);
 }
 
 // Brings all tiles of a part. One thread.
@@ -214,8 +213,8 @@ __device__ __forceinline__ void look_through(Smem& smem, Stages& stage, Ring<1>&
     }
 }
 
-// Starts to add dq of a visit, as it lies in shared memory, to the sums of its query tile; the first
-// key tile writes it.
+// Starts to add dq of a visit, as it lies in shared memory, to the sums of its query tile; the
+// first key tile writes it.
 __device__ __forceinline__ void add_dq(const Smem& smem, float* sums, bool first) {
     constexpr int kBytes = kDqNumbers * static_cast<int>(sizeof(float));
 #pragma unroll 1
@@ -244,8 +243,7 @@ __device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, Visits& at
         if (at.count % 2 != mine) continue;
         const int32 first =
             band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
-        float* const sums =
-            dq_of(p, query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile));
+        float* const sums = dq_of(p, query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile));
         int* const turns = dq_turn(p, entry, visit.head, visit.tile, 0);
         hw::semaphore_wait(turns, notes.work.tile - first);
         hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
@@ -331,8 +329,7 @@ __device__ __forceinline__ void load_keys_again(const TmaParams& p, Smem& smem) 
 }
 
 template <bool kPlain>
-__device__ __forceinline__ void turn(
-    const TmaParams& maps, Smem& smem, Sums& sums, Passed& at) {
+__device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& sums, Passed& at) {
     const Params& p = maps.call;
     const Notes& notes = smem.notes;
     const Stages stage = at.stage;

@@ -334,13 +334,18 @@ __device__ __forceinline__ void conclude(
 // Writes as many rows of a tile, as it holds those of the warp from column `col` on. The array has
 // rows that TMA could write.
 template <class Tile>
-__device__ __forceinline__ void write_some(
-    const Tensor& to, const Job& job, int32 query, int32 columns, const Tile& tile, int row, int col) {
+__device__ __forceinline__ void write_some(const Tensor& to,
+                                           const Job& job,
+                                           int32 query,
+                                           int32 columns,
+                                           const Tile& tile,
+                                           int row,
+                                           int col) {
     using Piece = hw::Vec<uint32, 4>;
     const Entry& entry = job.work.entry;
     Element* const data = static_cast<Element*>(to.data) + job.batch * to.stride_batch +
-                          job.work.head * to.stride_head +
-                          (entry.first_q + query) * to.stride_seq + col;
+                          job.work.head * to.stride_head + (entry.first_q + query) * to.stride_seq +
+                          col;
     const int rows = entry.seqlen_q - query;
 #pragma unroll 1
     for (int i = fragment::lane(); i < rows * (Tile::kCols / 8); i += 32) {
@@ -477,8 +482,8 @@ __device__ __forceinline__ void pass(Smem& smem, State& state, Passed& at, bool 
 }
 
 // One turn of the main loop: a tile of keys. Most turns are plain: the tile hides nothing from the
-// warpgroup, no shift of the warp is large, and it is not the first of a job. kAdds: the product with
-// the values of the tile before is pending.
+// warpgroup, no shift of the warp is large, and it is not the first of a job. kAdds: the product
+// with the values of the tile before is pending.
 template <bool kPlain, bool kAdds>
 __device__ __forceinline__ void turn(const TmaParams& maps,
                                      Smem& smem,

@@ -64,7 +64,7 @@ struct Params {
     void* row_stats;    // workspace of the mma family, by query_slot(): parts/gradient_mma.cuh
     void* dq_sums;
     void* dq_turns;
-    void* tickets;  // uint64, 0 before and after each launch: work that blocks have taken
+    void* tickets;        // uint64, 0 before and after each launch: work that blocks have taken
     const void* seed_at;  // one 64-bit integer; null: the seed is `seed`
     uint64 seed;
     double scale;    // scores are scale * <q, k>

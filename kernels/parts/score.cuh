@@ -168,7 +168,8 @@ struct Scores {
             score.value += added;
             score.seen = score.seen && !(added == -softmax::infinity<Accum>());
         }
-        if constexpr (plan::kAlibi) score.value -= penalty(static_cast<Accum>(distance(query, key)));
+        if constexpr (plan::kAlibi)
+            score.value -= penalty(static_cast<Accum>(distance(query, key)));
         if (!score.seen) score.value = -softmax::infinity<Accum>();
         return score;
     }

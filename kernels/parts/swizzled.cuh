@@ -52,11 +52,16 @@ __device__ __forceinline__ void load(
 }
 
 // Starts to write rows [row, row + 16) of a tile to a head, as far as the array has them, from row
-// `to_row` and column `to_col` on; they are not to be written over before bulk_wait_read(). All lanes of the warp that
-// made these rows.
+// `to_row` and column `to_col` on; they are not to be written over before bulk_wait_read(). All
+// lanes of the warp that made these rows.
 template <class Tile>
-__device__ __forceinline__ void store(
-    const hw::TensorMap& map, int to_row, int head, int batch, const Tile& tile, int row, int to_col) {
+__device__ __forceinline__ void store(const hw::TensorMap& map,
+                                      int to_row,
+                                      int head,
+                                      int batch,
+                                      const Tile& tile,
+                                      int row,
+                                      int to_col) {
     hw::fence_proxy_async();
     __syncwarp();
     if (!hw::elect_one()) return;
