@@ -444,6 +444,12 @@ class BackwardDqMma(_BackwardMma):
     def threads(self) -> int:
         return 128
 
+    @property
+    def smem_bytes(self) -> int:
+        """Sixteen rows of so many columns for each warp, padded by 8 elements."""
+        unit = next(n for n in (64, 32, 16) if self.dim % n == 0)
+        return self.threads // 32 * 16 * (unit + 8) * DTYPES[self.dtype].itemsize
+
     def parts(self, problem: Problem) -> int:
         return self._query_tiles(problem)
 

@@ -23,7 +23,7 @@ static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 __device__ __forceinline__ void copy(Tile& tile, const Matrix& from, int32 first) {
     constexpr int kPieces = plan::kDimV / 8;
     using Piece = hw::Vec<uint32, 4>;
-#pragma unroll 4
+#pragma unroll 8
     for (int i = static_cast<int>(threadIdx.x) % 128; i < kRows * kPieces; i += 128) {
         const int row = i / kPieces, col = i % kPieces * 8;
         Piece piece = {};
