@@ -401,21 +401,24 @@ class BackwardSm90(_BackwardMma):
     waits_for_blocks = True
 
     dim_v: int  # as dim, of head_dim_v
-    stages: int  # of q and dout
+    column_groups: int  # warpgroups with the same keys, which share the columns of dk and dv
+    stages: int  # of q
+    dout_stages: int
     heads_together: int  # whose blocks are launched tile by tile
 
     @property
     def threads(self) -> int:
-        """A warpgroup for 64 keys, and one more."""
-        return 2 * self.tile_kv + 128
+        """Warpgroups for each 64 keys, and one more."""
+        return 2 * self.tile_kv * self.column_groups + 128
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles, and dq; two numbers a row; notes; a step, a word, five barriers a stage; 8."""
-        elements = (self.tile_kv + self.stages * self.tile_q) * (self.dim + self.dim_v)
+        """The tiles, and dq; two numbers a row; notes; a step, a word, barriers of stages; 8."""
+        elements = (self.tile_kv + self.stages * self.tile_q) * self.dim
+        elements += (self.tile_kv + self.dout_stages * self.tile_q) * self.dim_v
         elements += 2 * self.tile_q * self.tile_kv
-        elements += 2 * self.tile_q * self.dim  # dq, of twice the bytes
-        rest = self.stages * (8 * self.tile_q + 8 + 4 + 40) + 96 + 4 + 64
+        elements += 2 * self.tile_q * self.dim // self.splits  # dq, of twice the bytes
+        rest = self.stages * (8 * self.tile_q + 8 + 4 + 24) + self.dout_stages * 16 + 96 + 4 + 64
         return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:

@@ -169,14 +169,17 @@ _SM90_TILES = {
     "two": (128, 16, 1, 2),
     "three": (192, 48, 2, 3),
     "four": (256, 16, 2, 4),
+    "wide": (64, 32, 1, 2),
 }
 
-# head_dim, tile_q, tile_kv, stages: 64 keys a warpgroup; dq by columns, or by rows
+# head_dim, tile_q, tile_kv, column_groups, splits, stages, dout_stages: 64 keys a warpgroup; dq by
+# columns, or by rows
 _SM90_BACKWARD_TILES = {
-    "one": (64, 64, 64, 2),
-    "two": (128, 64, 128, 3),
-    "three": (128, 64, 128, 2),
-    "four": (64, 128, 128, 2),
+    "one": (64, 64, 64, 1, 1, 2, 2),
+    "two": (128, 64, 128, 1, 1, 3, 2),
+    "three": (128, 64, 128, 1, 1, 2, 1),
+    "four": (64, 128, 128, 1, 1, 2, 2),
+    "wide": (256, 64, 64, 2, 2, 2, 1),
 }
 
 # tile_q, tile_kv, threads_y, threads_x, chunk
@@ -246,6 +249,7 @@ ROWS += [
     _small_sm90("bfloat16", "two", 64, 96),
     _small_sm90("bfloat16", "three", 96, 64),
     _small_sm90("float16", "four", 64, 64),
+    _small_sm90("bfloat16", "wide", 136, 160),
 ]
 
 # Kernels with code for options: all of them, from which a call draws any, and the sets of few.

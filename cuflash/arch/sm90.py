@@ -16,7 +16,7 @@ from .mma import compiled_for
 
 __all__ = ["BackwardTile", "Sm90", "Tile", "backward", "forward"]
 
-_MAX_HEAD_DIM, _MAX_HEAD_DIM_BACKWARD = 256, 128
+_MAX_HEAD_DIM = 256
 _LACKING = frozenset({"softcap", "dropout"})
 _TOGETHER = 512  # forward tiles: about four for each multiprocessor
 
@@ -57,12 +57,16 @@ class BackwardTile(NamedTuple):
     head_dim: int
     tile_q: int
     tile_kv: int
+    column_groups: int
+    splits: int
     stages: int
+    dout_stages: int
 
 
 _BACKWARD = (
-    BackwardTile(64, 128, 128, 2),
-    BackwardTile(128, 64, 128, 2),
+    BackwardTile(64, 128, 128, 1, 1, 2, 2),
+    BackwardTile(128, 64, 128, 1, 1, 2, 2),
+    BackwardTile(256, 64, 64, 2, 2, 2, 1),
 )
 _HEADS_TOGETHER = 32  # their q, dout and dq find room in an L2 cache for a while
 
@@ -82,8 +86,6 @@ class Sm90:
         if max(traits.head_dim, traits.head_dim_v) > _MAX_HEAD_DIM:
             return f"head sizes end at {_MAX_HEAD_DIM}"
         if direction == "backward":
-            if max(traits.head_dim, traits.head_dim_v) > _MAX_HEAD_DIM_BACKWARD:
-                return f"head sizes of its backward end at {_MAX_HEAD_DIM_BACKWARD}"
             if not _LACKING.isdisjoint(compiled_for(traits.features)):
                 return f"its backward has no registers for {', '.join(sorted(_LACKING))}"
         if not traits.boxes:
@@ -149,14 +151,16 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         tile_q=tile.tile_q,
         tile_kv=tile.tile_kv,
         dim=tile.head_dim,
-        splits=1,
+        splits=tile.splits,
         turn=1,
     )
     dim_v = tile.head_dim
     main = BackwardSm90(
         **shared,
         dim_v=dim_v,
+        column_groups=tile.column_groups,
         stages=tile.stages,
+        dout_stages=tile.dout_stages,
         heads_together=_HEADS_TOGETHER,
         **dict.fromkeys(options, True),
     )

@@ -2,8 +2,10 @@
 // The gradients on Hopper, by TMA and wgmma, for float16 and bfloat16. What it computes, and in
 // which order dq is summed up, is in backward_mma.cu.
 //
-// A block owns kTileKv keys of one key head, 64 for each of kGroups warpgroups that compute, and
-// walks the query heads of the group and their query tiles. Scores are transposed: rows are keys.
+// A block owns kTileKv keys of one key head, and walks the query heads of the group and their query
+// tiles. Scores are transposed: rows are keys. A warpgroup that computes has 64 keys; where heads
+// are wide, kColumnGroups of them have the same keys and compute the same scores, but have a share
+// of the columns of dk and dv each.
 // The warps of a further warpgroup have a role each: one loads, one looks through Q and dout, and
 // two bring dq to its sums, each of every other visit, when it is the block's turn.
 //
@@ -14,7 +16,7 @@
 //
 // p and ds are left operands in registers; ds also goes through shared memory, where all
 // warpgroups find it for dq. Of dq a warpgroup has 64 queries, or, where a tile has no more, a
-// share of the columns.
+// share of the columns, in kSplits parts one after the other.
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   k_full, v_full    the loader, and the bytes; for each part
@@ -27,8 +29,8 @@
 //   again_full        bytes that are loaded a second time: see clear() and add_special()
 //   and a named barrier of all who compute: ds is written
 //
-// Budget: a computing thread holds (kDim + kDimV) / 2 sums, kTileQ scores and their gradients, and
-// kTileQ / 2 of them rounded.
+// Budget: a computing thread holds (kDim + kDimV) / 2 / kColumnGroups sums, kTileQ scores and their
+// gradients, and kTileQ / 2 of them rounded.
 #include "attention/params_tma.cuh"
 #include "hw/mbarrier.cuh"
 #include "hw/memory.cuh"
@@ -43,14 +45,19 @@
 #include "parts/work.cuh"
 
 constexpr int kGroupThreads = 128, kGroupRows = 64;  // threads and keys of a warpgroup
-constexpr int kGroups = plan::kTileKv / kGroupRows;
+constexpr int kRowGroups = plan::kTileKv / kGroupRows;
+constexpr int kGroups = kRowGroups * plan::kColumnGroups;
 constexpr int kComputingWarps = 4 * kGroups, kComputingThreads = kGroups * kGroupThreads;
-constexpr int kQueries8 = plan::kTileQ / 8;              // columns of a fragment of scores
-constexpr int kSteps = plan::kTileQ / 16;                // of the sums over queries
-constexpr bool kByColumns = plan::kTileQ == kGroupRows;  // dq is shared out by columns, or by rows
-constexpr int kDqCols = kByColumns ? plan::kDim / kGroups : plan::kDim;  // of a warpgroup
+constexpr int kQueries8 = plan::kTileQ / 8;                // columns of a fragment of scores
+constexpr int kSteps = plan::kTileQ / 16;                  // of the sums over queries
+constexpr int kCols = plan::kDim / plan::kColumnGroups;    // of a warpgroup's dk
+constexpr int kColsV = plan::kDimV / plan::kColumnGroups;  // and dv
+constexpr bool kByColumns = plan::kTileQ == kGroupRows;    // dq is shared out by columns, or rows
+constexpr int kDqShare = kByColumns ? plan::kDim / kGroups : plan::kDim;  // of a warpgroup
+constexpr int kDqCols = kDqShare / plan::kSplits;                         // at a time
 constexpr int kDqNumbers = 16 * kDqCols;  // of a warp, close together also in workspace
-static_assert(kByColumns || plan::kTileQ == kGroups * kGroupRows, "64 queries a warpgroup");
+static_assert(kByColumns || (plan::kTileQ == kGroups * kGroupRows && plan::kSplits == 1),
+              "64 queries a warpgroup");
 static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
 static_assert(plan::kTurn == 1, "a turn with dq is a visit");
 
@@ -62,7 +69,8 @@ using ValueTile = swizzled::Tile<plan::kTileKv, plan::kDimV>;
 using QueryTile = swizzled::Tile<plan::kTileQ, plan::kDim>;
 using DoutTile = swizzled::Tile<plan::kTileQ, plan::kDimV>;
 using ScoreTile = swizzled::Tile<plan::kTileQ, plan::kTileKv>;
-static_assert(kDqCols % QueryTile::kChunk == 0, "whole chunks of columns");
+static_assert(kDqCols % QueryTile::kChunk == 0 && kColsV % DoutTile::kChunk == 0,
+              "whole chunks of columns");
 
 // What a block does. Thread 0 writes it.
 struct Notes {
@@ -89,7 +97,7 @@ struct Smem {
     KeyTile k;
     ValueTile v;
     QueryTile q[plan::kStages];
-    DoutTile dout[plan::kStages];
+    DoutTile dout[plan::kDoutStages];
     ScoreTile ds[2];
     alignas(128) float dq[kComputingWarps][kDqNumbers];
     alignas(16) RowStats rows[plan::kStages][plan::kTileQ];
@@ -99,7 +107,7 @@ struct Smem {
     int32 again;                   // parity of again_full
     hw::MBarrier k_full, v_full, k_seen;
     hw::MBarrier q_full[plan::kStages], q_empty[plan::kStages];
-    hw::MBarrier dout_full[plan::kStages], dout_empty[plan::kStages];
+    hw::MBarrier dout_full[plan::kDoutStages], dout_empty[plan::kDoutStages];
     hw::MBarrier seen[plan::kStages];
     hw::MBarrier dq_full[2], dq_empty[2];
     hw::MBarrier again_full;
@@ -107,7 +115,8 @@ struct Smem {
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
 using Stages = Ring<plan::kStages>;
-using Visits = Ring<2>;  // of dq: two have a place each to wait at
+using DoutStages = Ring<plan::kDoutStages>;
+using DqParts = Ring<2>;  // of all visits: two have a barrier each to wait at
 
 // One turn of the main loop: a query tile of one query head of the group. Heads come in order, and
 // the queries of each from the last to the first.
@@ -180,9 +189,11 @@ __device__ __forceinline__ void load_all(const TmaParams& p, Smem& smem, Stages&
             swizzled::load(smem.v, p.v, smem.v_full, key, notes.head_kv, notes.batch);
             begins = false;
         }
-        hw::mbarrier_wait(smem.dout_empty[at], stage.parity() ^ 1);
-        hw::mbarrier_arrive_expect_tx(smem.dout_full[at], DoutTile::kBytes);
-        load_dout_tile(p, smem.dout[at], smem.dout_full[at], notes, visit);
+        const DoutStages dout = {stage.count};
+        hw::MBarrier& full = smem.dout_full[dout.at()];
+        hw::mbarrier_wait(smem.dout_empty[dout.at()], dout.parity() ^ 1);
+        hw::mbarrier_arrive_expect_tx(full, DoutTile::kBytes);
+        load_dout_tile(p, smem.dout[dout.at()], full, notes, visit);
     }
 }
 
@@ -200,28 +211,29 @@ __device__ __forceinline__ void look_through(Smem& smem, Stages& stage, Ring<1>&
 #pragma unroll 1
     for (; visit.exists(notes); stage.next(), visit.next(notes)) {
         const int at = stage.at();
+        const DoutStages dout = {stage.count};
         hw::mbarrier_wait(smem.q_full[at], stage.parity());
-        hw::mbarrier_wait(smem.dout_full[at], stage.parity());
+        hw::mbarrier_wait(smem.dout_full[dout.at()], dout.parity());
         if (visit.hides(notes)) {
             const bool found =
-                swizzled::has_special(smem.q[at]) | swizzled::has_special(smem.dout[at]);
+                swizzled::has_special(smem.q[at]) | swizzled::has_special(smem.dout[dout.at()]);
             if (fragment::lane() == 0) smem.special[at] = found;
         }
         arrive(smem.seen[at]);
         arrive(smem.q_empty[at]);
-        arrive(smem.dout_empty[at]);
+        arrive(smem.dout_empty[dout.at()]);
     }
 }
 
-// Starts to add dq of a visit, as it lies in shared memory, to the sums of its query tile; the
-// first key tile writes it.
-__device__ __forceinline__ void add_dq(const Smem& smem, float* sums, bool first) {
+// Starts to add a part of dq of a visit, as it lies in shared memory, to the sums of its query
+// tile; the first key tile writes it.
+__device__ __forceinline__ void add_dq(const Smem& smem, float* sums, int split, bool first) {
     constexpr int kBytes = kDqNumbers * static_cast<int>(sizeof(float));
 #pragma unroll 1
     for (int warp = 0; warp < kComputingWarps; ++warp) {
-        const int group = warp / 4;
-        float* const to = sums + (kByColumns ? dq_distance(warp % 4, group * (kDqCols / 8))
-                                             : dq_distance(warp, 0));
+        const int col = warp / 4 * kDqShare + split * kDqCols;
+        float* const to =
+            sums + (kByColumns ? dq_distance(warp % 4, col / 8) : dq_distance(warp, 0));
         if (first) {
             hw::bulk_store(to, smem.dq[warp], kBytes);
         } else {
@@ -231,35 +243,38 @@ __device__ __forceinline__ void add_dq(const Smem& smem, float* sums, bool first
     hw::bulk_commit();
 }
 
-// Brings dq of every other visit of a part to the sums, in the order of key tiles. One thread.
-__device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, Visits& at, uint32 mine) {
+// Brings every other part of dq of all visits to the sums, in the order of key tiles. One thread.
+__device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, DqParts& at, uint32 mine) {
     const Notes& notes = smem.notes;
     if (!p.dq.data) return;
     const Entry& entry = notes.work.entry;
     const Band band = Band::of(p, entry);
     Visit visit = Visit::first(notes);
 #pragma unroll 1
-    for (; visit.exists(notes); at.next(), visit.next(notes)) {
-        if (at.count % 2 != mine) continue;
+    for (; visit.exists(notes); visit.next(notes)) {
         const int32 first =
             band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
         float* const sums = dq_of(p, query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile));
-        int* const turns = dq_turn(p, entry, visit.head, visit.tile, 0);
-        hw::semaphore_wait(turns, notes.work.tile - first);
-        hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
-        add_dq(smem, sums, notes.work.tile == first);
-        hw::bulk_wait_read<0>();
-        hw::mbarrier_arrive(smem.dq_empty[at.at()]);
-        hw::bulk_wait<0>();
-        hw::semaphore_add(turns, 1);
+#pragma unroll 1
+        for (int split = 0; split < plan::kSplits; ++split, at.next()) {
+            if (at.count % 2 != mine) continue;
+            int* const turns = dq_turn(p, entry, visit.head, visit.tile, split);
+            hw::semaphore_wait(turns, notes.work.tile - first);
+            hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
+            add_dq(smem, sums, split, notes.work.tile == first);
+            hw::bulk_wait_read<0>();
+            hw::mbarrier_arrive(smem.dq_empty[at.at()]);
+            hw::bulk_wait<0>();
+            hw::semaphore_add(turns, 1);
+        }
     }
 }
 
 // --- Computing -----------------------------------------------------------------------------------
 
 struct Sums {
-    float dk[1][plan::kDim / 8][4];
-    float dv[1][plan::kDimV / 8][4];
+    float dk[1][kCols / 8][4];
+    float dv[1][kColsV / 8][4];
 };
 
 // What a computing thread has passed.
@@ -267,12 +282,20 @@ struct Passed {
     int group;
     Stages stage;
     Ring<1> part;
-    Visits dq;
+    DqParts dq;
 };
+
+// Which keys and which columns a warpgroup has.
+__device__ __forceinline__ int row_group(int group) {
+    return plan::kColumnGroups > 1 ? group % kRowGroups : group;
+}
+__device__ __forceinline__ int column_group(int group) {
+    return plan::kColumnGroups > 1 ? group / kRowGroups : 0;
+}
 
 // The first of the calling warp's keys in tiles.
 __device__ __forceinline__ int row_of_warp(int group) {
-    return group * kGroupRows + static_cast<int>(thread_of_group() / 32 * 16);
+    return row_group(group) * kGroupRows + static_cast<int>(thread_of_group() / 32 * 16);
 }
 
 // Puts the warp's part of dq of a visit into shared memory, once that of the last one has left it.
@@ -282,7 +305,7 @@ __device__ __forceinline__ void put_dq(Smem& smem,
     using Four = hw::Vec<float, 4>;
     const int warp = 4 * at.group + static_cast<int>(thread_of_group() / 32);
     Four* const mine = reinterpret_cast<Four*>(smem.dq[warp]) + fragment::lane();
-    const Visits last = {at.dq.count - 1};
+    const DqParts last = {at.dq.count - 1};
     if (at.dq.count > 0) hw::mbarrier_wait(smem.dq_empty[last.at()], last.parity());
 #pragma unroll
     for (int n = 0; n < kDqCols / 8; ++n) {
@@ -336,14 +359,15 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
     at.stage.next();
     const int group = hw::forget(at.group);  // or operands' descriptors take registers
     QueryTile& q = smem.q[stage.at()];
-    DoutTile& dout = smem.dout[stage.at()];
+    const DoutStages dout_stage = {stage.count};
+    DoutTile& dout = smem.dout[dout_stage.at()];
     ScoreTile& tile = smem.ds[stage.count % 2];
 
     float s[1][kQueries8][4], dp[1][kQueries8][4];
     hw::mbarrier_wait(smem.q_full[stage.at()], stage.parity());
-    swizzled::start_a_bt(s, smem.k, group * kGroupRows, q);
-    hw::mbarrier_wait(smem.dout_full[stage.at()], stage.parity());
-    swizzled::start_a_bt(dp, smem.v, group * kGroupRows, dout);
+    swizzled::start_a_bt(s, smem.k, row_group(group) * kGroupRows, q);
+    hw::mbarrier_wait(smem.dout_full[dout_stage.at()], dout_stage.parity());
+    swizzled::start_a_bt(dp, smem.v, row_group(group) * kGroupRows, dout);
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(s));
     hw::pin(swizzled::listed(dp));
@@ -359,9 +383,10 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
     for (int j = 0; j < kSteps; ++j) {
         fragment::left(weights[j], s[0], j);
         fragment::left(ds[j], dp[0], j);
+        if (plan::kColumnGroups > 1 && j % plan::kColumnGroups != column_group(group)) continue;
         swizzled::put_transposed(tile, ds[j], 16 * j, row);
     }
-    if (kPlain) swizzled::start_x_b(sums.dv, weights, dout, true);
+    if (kPlain) swizzled::start_x_b(sums.dv, weights, dout, true, column_group(group) * kColsV);
     hw::fence_proxy_async();
     sync_computing();
     if (!kPlain) {
@@ -377,16 +402,27 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
             hw::fence_proxy_async();
             sync_computing();
         }
-        swizzled::start_x_b(sums.dv, weights, dout, true);
+        swizzled::start_x_b(sums.dv, weights, dout, true, column_group(group) * kColsV);
     }
     float dq[1][kDqCols / 8][4];
-    swizzled::start_a_b(dq, tile, kByColumns ? 0 : group * kGroupRows, smem.k,
-                        kByColumns ? group * kDqCols : 0);
+    const auto start_dq = [&](int split) {
+        swizzled::start_a_b(dq, tile, kByColumns ? 0 : group * kGroupRows, smem.k,
+                            kByColumns ? group * kDqShare + split * kDqCols : 0);
+    };
+    start_dq(0);
     hw::wgmma_wait<1>();
     hw::pin(swizzled::listed(sums.dv));
-    arrive(smem.dout_empty[stage.at()]);
-    swizzled::start_x_b(sums.dk, ds, q, true);
-    hw::wgmma_wait<1>();
+    arrive(smem.dout_empty[dout_stage.at()]);
+    swizzled::start_x_b(sums.dk, ds, q, true, column_group(group) * kCols);
+#pragma unroll
+    for (int split = 1; split < plan::kSplits; ++split) {
+        hw::wgmma_wait<1>();
+        hw::pin(swizzled::listed(dq));
+        if (p.dq.data) put_dq(smem, dq, at);
+        if (p.dq.data) tell_dq(smem, at);
+        start_dq(split);
+    }
+    hw::wgmma_wait<plan::kSplits == 1 ? 1 : 0>();
     hw::pin(swizzled::listed(dq));
     if (p.dq.data) put_dq(smem, dq, at);
     hw::wgmma_wait<0>();
@@ -398,7 +434,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
 
 // Rounds a warpgroup's sums and writes them, through the place of its keys or values.
 template <int kCols8, class Place>
-__device__ __forceinline__ void write(const Matrix& to,
+__device__ __forceinline__ void write(Matrix to,
                                       const float (&sums)[1][kCols8][4],
                                       float factor,
                                       Place& place,
@@ -408,9 +444,12 @@ __device__ __forceinline__ void write(const Matrix& to,
     static_assert(sizeof(Place) == kGroups * sizeof(OutTile), "a place for each warpgroup");
     OutTile& tile = reinterpret_cast<OutTile*>(&place)[group];
     const int row = static_cast<int>(thread_of_group() / 32 * 16);
+    const int32 col = column_group(group) * 8 * kCols8;
+    to.data += col * to.stride_col;
+    to.cols -= col;
     swizzled::put<0, kCols8>(tile, sums, {factor, factor}, row);
     __syncwarp();
-    swizzled::write(to, first_key + group * kGroupRows + row, tile, row);
+    swizzled::write(to, first_key + row_group(group) * kGroupRows + row, tile, row);
 }
 
 __device__ __forceinline__ void write_results(const Params& p,
@@ -455,19 +494,23 @@ __device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, i
             return score.visible(query + k, key + fragment::row_of(i));
         };
 #pragma unroll 1
-        for (int col = 0; p.dk.data && col < plan::kDim; col += 16) {
+        for (int i = 0; p.dk.data && i < kCols; i += 16) {
+            const int col = column_group(group) * kCols + i;
             special::add<false>(dk, key, col, smem.q[0], col, sees);
         }
 #pragma unroll 1
-        for (int col = 0; p.dk.data && col < plan::kDimV; col += 16) {
+        for (int i = 0; p.dk.data && i < kColsV; i += 16) {
+            const int col = column_group(group) * kColsV + i;
             special::add<true>(dv, key, col, smem.dout[0], col, sees);
         }
         if (!p.dq.data) continue;
         const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
         const int32 first = score.band.key_tiles(query, plan::kTileQ, plan::kTileKv).first;
         // Behind the block's own turn: the first one writes.
-        hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, 0),
-                           notes.work.tile - first + 1);
+        for (int split = 0; split < plan::kSplits; ++split) {
+            hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split),
+                               notes.work.tile - first + 1);
+        }
 #pragma unroll 1
         for (int slab = 0; slab < plan::kTileQ / 16; ++slab) {
 #pragma unroll 1
@@ -575,10 +618,12 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         hw::mbarrier_init(smem.k_seen, 1);
         for (int i = 0; i < plan::kStages; ++i) {
             hw::mbarrier_init(smem.q_full[i], 1);
-            hw::mbarrier_init(smem.dout_full[i], 1);
             hw::mbarrier_init(smem.q_empty[i], kComputingWarps + 1);
-            hw::mbarrier_init(smem.dout_empty[i], kComputingWarps + 1);
             hw::mbarrier_init(smem.seen[i], 1);
+        }
+        for (int i = 0; i < plan::kDoutStages; ++i) {
+            hw::mbarrier_init(smem.dout_full[i], 1);
+            hw::mbarrier_init(smem.dout_empty[i], kComputingWarps + 1);
         }
         for (int i = 0; i < 2; ++i) {
             hw::mbarrier_init(smem.dq_full[i], kComputingWarps);
@@ -602,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         Ring<1> part;
         follow(smem, [&] { look_through(smem, stage, part); });
     } else {
-        Visits at;
+        DqParts at;
         follow(smem, [&] {
             if (hw::elect_one()) bring_dq(p.call, smem, at, static_cast<uint32>(warp - 2));
         });

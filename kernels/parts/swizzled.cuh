@@ -173,21 +173,23 @@ __device__ __forceinline__ void start_a_b(
     hw::wgmma_commit();
 }
 
-// Starts sums += x b, or sums = x b; x are left operands in registers, of 16 columns each.
+// Starts sums += x b, or sums = x b; x are left operands in registers, of 16 columns each, and of b
+// it is the columns from `col` on.
 template <int kColumns8, int kSteps, class TileB>
 __device__ __forceinline__ void start_x_b(float (&sums)[1][kColumns8][4],
                                           uint32 (&x)[kSteps][4],
                                           const TileB& b,
-                                          bool adds) {
-    static_assert(TileB::kRows == 16 * kSteps && TileB::kCols == 8 * kColumns8, "a product");
-    const Down<TileB> from_b(b);
+                                          bool adds,
+                                          int col = 0) {
+    static_assert(TileB::kRows == 16 * kSteps, "a product");
+    const Down<TileB> from_b(b, col);
     hw::pin(listed(sums));
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) hw::pin(x[j]);
     hw::wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
-        hw::wgmma<Element, TileB::kCols, true>(listed(sums), x[j], from_b.step(j), adds || j != 0);
+        hw::wgmma<Element, 8 * kColumns8, true>(listed(sums), x[j], from_b.step(j), adds || j != 0);
     }
     hw::wgmma_commit();
 }
