@@ -25,7 +25,9 @@
 //   seen              the one who looks
 //   q_empty, dout_empty   lanes of the computing warps, and the one who looks
 //   dq_full[i]        lanes of the computing warps: dq of every other visit is in shared memory
-//   dq_empty[i]       the one who brings it to the sums, once he has read it
+//   dq_empty[i]       the one who brings it to the sums, once he has read it; of a second part,
+//   which
+//                     goes through the place of Q, he tells q_empty
 //   again_full        bytes that are loaded a second time: see clear() and add_special()
 //   and a named barrier of all who compute: ds is written
 //
@@ -58,6 +60,7 @@ constexpr int kDqCols = kDqShare / plan::kSplits;                         // at 
 constexpr int kDqNumbers = 16 * kDqCols;  // of a warp, close together also in workspace
 static_assert(kByColumns || (plan::kTileQ == kGroups * kGroupRows && plan::kSplits == 1),
               "64 queries a warpgroup");
+static_assert(plan::kSplits <= 2, "each part has its place");
 static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
 static_assert(plan::kTurn == 1, "a turn with dq is a visit");
 
@@ -225,9 +228,16 @@ __device__ __forceinline__ void look_through(Smem& smem, Stages& stage, Ring<1>&
     }
 }
 
-// Starts to add a part of dq of a visit, as it lies in shared memory, to the sums of its query
-// tile; the first key tile writes it.
-__device__ __forceinline__ void add_dq(const Smem& smem, float* sums, int split, bool first) {
+// Where a part of dq of a visit lies in shared memory, each warp's numbers close together: the
+// second where Q was.
+__device__ __forceinline__ float* dq_place(Smem& smem, int stage, int split) {
+    static_assert(plan::kSplits == 1 || sizeof(QueryTile) == sizeof(smem.dq), "room for a part");
+    return split == 0 ? smem.dq[0] : reinterpret_cast<float*>(&smem.q[stage]);
+}
+
+// Starts to add a part of dq of a visit to the sums of its query tile; the first key tile writes
+// it.
+__device__ __forceinline__ void add_dq(const float* from, float* sums, int split, bool first) {
     constexpr int kBytes = kDqNumbers * static_cast<int>(sizeof(float));
 #pragma unroll 1
     for (int warp = 0; warp < kComputingWarps; ++warp) {
@@ -235,9 +245,9 @@ __device__ __forceinline__ void add_dq(const Smem& smem, float* sums, int split,
         float* const to =
             sums + (kByColumns ? dq_distance(warp % 4, col / 8) : dq_distance(warp, 0));
         if (first) {
-            hw::bulk_store(to, smem.dq[warp], kBytes);
+            hw::bulk_store(to, from + warp * kDqNumbers, kBytes);
         } else {
-            hw::bulk_reduce_add(to, smem.dq[warp], kBytes);
+            hw::bulk_reduce_add(to, from + warp * kDqNumbers, kBytes);
         }
     }
     hw::bulk_commit();
@@ -261,9 +271,16 @@ __device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, DqParts& a
             int* const turns = dq_turn(p, entry, visit.head, visit.tile, split);
             hw::semaphore_wait(turns, notes.work.tile - first);
             hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
-            add_dq(smem, sums, split, notes.work.tile == first);
+            const int stage = Stages{at.count / plan::kSplits}.at();
+            add_dq(dq_place(smem, stage, split), sums, split, notes.work.tile == first);
             hw::bulk_wait_read<0>();
-            hw::mbarrier_arrive(smem.dq_empty[at.at()]);
+            if (split == 0) {
+                hw::mbarrier_arrive(smem.dq_empty[at.at()]);
+            } else {
+                for (int i = 0; i < kComputingWarps; ++i) {  // for those who compute
+                    hw::mbarrier_arrive(smem.q_empty[stage]);
+                }
+            }
             hw::bulk_wait<0>();
             hw::semaphore_add(turns, 1);
         }
@@ -298,15 +315,18 @@ __device__ __forceinline__ int row_of_warp(int group) {
     return row_group(group) * kGroupRows + static_cast<int>(thread_of_group() / 32 * 16);
 }
 
-// Puts the warp's part of dq of a visit into shared memory, once that of the last one has left it.
-__device__ __forceinline__ void put_dq(Smem& smem,
-                                       const float (&dq)[1][kDqCols / 8][4],
-                                       Passed& at) {
+// Puts the warp's part of dq of a visit into shared memory, once that of the last visit has left
+// it.
+__device__ __forceinline__ void put_dq(
+    Smem& smem, const float (&dq)[1][kDqCols / 8][4], const Passed& at, int stage, int split) {
     using Four = hw::Vec<float, 4>;
     const int warp = 4 * at.group + static_cast<int>(thread_of_group() / 32);
-    Four* const mine = reinterpret_cast<Four*>(smem.dq[warp]) + fragment::lane();
-    const DqParts last = {at.dq.count - 1};
-    if (at.dq.count > 0) hw::mbarrier_wait(smem.dq_empty[last.at()], last.parity());
+    float* const place = dq_place(smem, stage, split) + warp * kDqNumbers;
+    Four* const mine = reinterpret_cast<Four*>(place) + fragment::lane();
+    const DqParts last = {at.dq.count - plan::kSplits};
+    if (split == 0 && at.dq.count > 0) {
+        hw::mbarrier_wait(smem.dq_empty[last.at()], last.parity());
+    }
 #pragma unroll
     for (int n = 0; n < kDqCols / 8; ++n) {
         const float (&x)[4] = dq[0][n];
@@ -414,21 +434,24 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
     hw::pin(swizzled::listed(sums.dv));
     arrive(smem.dout_empty[dout_stage.at()]);
     swizzled::start_x_b(sums.dk, ds, q, true, column_group(group) * kCols);
-#pragma unroll
-    for (int split = 1; split < plan::kSplits; ++split) {
-        hw::wgmma_wait<1>();
-        hw::pin(swizzled::listed(dq));
-        if (p.dq.data) put_dq(smem, dq, at);
-        if (p.dq.data) tell_dq(smem, at);
-        start_dq(split);
-    }
-    hw::wgmma_wait<plan::kSplits == 1 ? 1 : 0>();
+    hw::wgmma_wait<1>();
     hw::pin(swizzled::listed(dq));
-    if (p.dq.data) put_dq(smem, dq, at);
+    if (p.dq.data) put_dq(smem, dq, at, stage.at(), 0);
+    if constexpr (plan::kSplits > 1) {
+        if (p.dq.data) tell_dq(smem, at);
+        start_dq(1);
+    }
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(sums.dk));
+    if constexpr (plan::kSplits > 1) {
+        hw::pin(swizzled::listed(dq));
+        if (p.dq.data) {
+            sync_computing();  // nobody needs these queries any more
+            put_dq(smem, dq, at, stage.at(), 1);
+        }
+    }
     if (p.dq.data) tell_dq(smem, at);
-    arrive(smem.q_empty[stage.at()]);
+    if (plan::kSplits == 1 || !p.dq.data) arrive(smem.q_empty[stage.at()]);
     if (!kPlain && notes.special_k) load_keys_again(maps, smem);
 }
 
