@@ -491,8 +491,9 @@ __device__ __forceinline__ void write_results(const Params& p,
 
 // Adds what is special in Q, dout and K, in query tiles from which something is hidden, to the
 // results: see special.cuh.
-__device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, int group) {
+__device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, const Passed& at) {
     const Params& p = maps.call;
+    const int group = at.group;
     const Notes& notes = smem.notes;
     const Entry& entry = notes.work.entry;
     const Matrix dk = key_matrix(p.dk, entry, notes.work.head, p.head_dim);
@@ -500,6 +501,9 @@ __device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, i
     const int32 first_key = notes.work.tile * plan::kTileKv;
     const int32 key = first_key + row_of_warp(group);
     const int warp = static_cast<int>(threadIdx.x) / 32 - 4;
+    // dq of the last visit may still leave the place that queries are loaded to.
+    const Stages last = {(at.stage.count - 1) / plan::kStages * plan::kStages};
+    hw::mbarrier_wait(smem.q_empty[0], last.parity());
     load_keys_again(maps, smem);
     Visit visit = Visit::first(notes);
 #pragma unroll 1
@@ -576,7 +580,7 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
     }
     sync_computing();  // no product reads keys or values any more
     write_results(p.call, smem, sums, at.group);
-    if (uniform(notes.special)) add_special(p, smem, at.group);
+    if (uniform(notes.special)) add_special(p, smem, at);
     hw::fence_proxy_async();
 }
 
