@@ -258,21 +258,22 @@ __device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, DqParts& a
     const Notes& notes = smem.notes;
     if (!p.dq.data) return;
     const Entry& entry = notes.work.entry;
-    const Band band = Band::of(p, entry);
     Visit visit = Visit::first(notes);
 #pragma unroll 1
     for (; visit.exists(notes); visit.next(notes)) {
-        const int32 first =
-            band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
-        float* const sums = dq_of(p, query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile));
 #pragma unroll 1
         for (int split = 0; split < plan::kSplits; ++split, at.next()) {
             if (at.count % 2 != mine) continue;
+            const Band band = Band::of(p, entry);
+            const int32 before =
+                notes.work.tile -
+                band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
             int* const turns = dq_turn(p, entry, visit.head, visit.tile, split);
-            hw::semaphore_wait(turns, notes.work.tile - first);
+            hw::semaphore_wait(turns, before);
             hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
             const int stage = Stages{at.count / plan::kSplits}.at();
-            add_dq(dq_place(smem, stage, split), sums, split, notes.work.tile == first);
+            const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
+            add_dq(dq_place(smem, stage, split), dq_of(p, slot), split, before == 0);
             hw::bulk_wait_read<0>();
             if (split == 0) {
                 hw::mbarrier_arrive(smem.dq_empty[at.at()]);
