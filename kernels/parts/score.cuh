@@ -179,7 +179,7 @@ struct Scores {
         return query + offset - key;
     }
     __device__ __forceinline__ Accum penalty(Accum distance) const {
-        return softmax::scaled(slope, distance < Accum(0) ? -distance : distance);
+        return softmax::scaled(slope, softmax::magnitude(distance));
     }
 
     __device__ __forceinline__ Row row(int32 query) const {
