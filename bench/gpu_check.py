@@ -63,15 +63,18 @@ MEASURES = {
     "host": ("bench.host_time", "host"),
 }
 
-#: The tools with their own options, and the kernel of planted.cu that each must report. Errors of
-#: API calls are not looked for: CuPy checks every call, and probes for what a driver lacks.
+#: The tools: the kernel of planted.cu that each must report, its own options, and the fastest family
+#: that it watches. Errors of API calls are not looked for: CuPy checks every call, and probes for
+#: what a driver lacks. What Hopper's copy engine writes, initcheck knows of since CUDA 13.1;
+#: racecheck and synccheck would have to follow barriers that one lane arrives at for a warp.
 TOOLS = {
-    "memcheck": ("overrun", ["--padding=1024", "--report-api-errors=no"]),
-    "racecheck": ("race", []),
-    "synccheck": ("barrier", []),
-    "initcheck": ("unwritten", []),
+    "memcheck": ("overrun", ["--padding=1024", "--report-api-errors=no"], "sm90"),
+    "racecheck": ("race", [], "mma"),
+    "synccheck": ("barrier", [], "mma"),
+    "initcheck": ("unwritten", [], "mma"),
 }
-KERNELS = {
+HOPPER_KERNELS = {"forward_sm90", "backward_rows_sm90", "backward_sm90"}
+KERNELS = HOPPER_KERNELS | {
     *("forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"),
     *("backward_dbias_simt", "sum_parts", "dsinks", "merge_states"),
     *("forward_mma", "backward_rows_mma", "backward_mma", "backward_dq_mma"),
@@ -178,7 +181,8 @@ def _problems_of_sanitize(part: dict[str, Any]) -> list[str]:
             found.append(f"{tool}: {row['reports']} reports")
         if row["failed"]:
             found.append(f"{tool}: wrong results: {', '.join(row['failed'])}")
-        missing = KERNELS - set(row["plans"])
+        watched = KERNELS if TOOLS[tool][2] == "sm90" else KERNELS - HOPPER_KERNELS
+        missing = watched - set(row["plans"])
         if missing or not row["cases"]:
             found.append(f"{tool}: did not run {', '.join(sorted(missing)) or 'any case'}")
     if not part.get("planted_overrun_reported"):
@@ -302,14 +306,15 @@ def tests_job(report: Path, workers: int, everything: bool) -> Job:
 def sanitize_jobs(sanitizer: str) -> list[Job]:
     """Return, for each tool, bench.sanitize and the planted fault."""
     found = []
-    for tool, (fault, options) in TOOLS.items():
-        for name, more in ((tool, []), (f"planted {tool}", ["--planted", fault])):
+    for tool, (fault, options, family) in TOOLS.items():
+        own = ["--family", family]
+        for name, more in ((tool, own), (f"planted {tool}", ["--planted", fault])):
             command = [sanitizer, f"--tool={tool}", "--print-limit=20", "--error-exitcode=99"]
             # Each has ports of its own to talk to its program.
             command += [f"--port={49200 + 20 * len(found)}", "--launch-timeout=60", *options]
             command += [*python("bench.sanitize"), *more]
             found.append(
-                Job(name, command, TIMEOUTS["planted" if more else "sanitize"], threads(2))
+                Job(name, command, TIMEOUTS["sanitize" if more is own else "planted"], threads(2))
             )
     return found
 

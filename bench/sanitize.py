@@ -286,14 +286,12 @@ def plans(where: Any) -> Iterator[Any]:
     from cuflash.dtypes import DTYPES as ROWS
     from cuflash.problem import FEATURES, Traits
 
-    for case in CASES:
-        for dtype in DTYPES:
+    kinds = [(case.head_dims, ()) for case in CASES]
+    kinds += [((64, 40), tuple(n for n in FEATURES if n in some)) for some in OPTIONS.values()]
+    for head_dims, options in kinds:
+        for dtype, boxes in itertools.product(DTYPES, (True, False)):
+            traits = Traits(ROWS[dtype], *head_dims, options, boxes=boxes)
             for direction in ("forward", "backward"):
-                yield from select.choose(direction, Traits(ROWS[dtype], *case.head_dims), where)
-    for options in OPTIONS.values():
-        for dtype in DTYPES:
-            for direction in ("forward", "backward"):
-                traits = Traits(ROWS[dtype], 64, 40, tuple(n for n in FEATURES if n in options))
                 yield from select.choose(direction, traits, where)
     try:
         import matrix
@@ -320,14 +318,25 @@ def compile_all(arch: str | None, workers: int) -> int:
     return 0
 
 
+def allow(family: str) -> None:
+    """Leave out all faster families than this one."""
+    from cuflash import select
+
+    names = [one.name for one in select.FAMILIES]
+    select.FAMILIES = select.FAMILIES[names.index(family) :]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.sanitize", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name, as printed, holds this")
+    parser.add_argument("--family", help="the fastest family of kernels to run (default: any)")
     parser.add_argument("--planted", choices=PLANTED.values())
     parser.add_argument("--compile", action="store_true", help="only compile, into the cache")
     parser.add_argument("--arch", help="with --compile: for this one, such as 90, without a GPU")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
+    if arguments.family:
+        allow(arguments.family)
     if arguments.planted:
         return planted(arguments.planted)
     if arguments.compile:
