@@ -40,7 +40,7 @@ RESULTS = ROOT / "bench" / "results" / "gpu-check.json"
 PARTS = ("tests", "sanitize", "speed", "options", "memory", "host")
 TIMEOUTS = {  # seconds
     "machine": 60,
-    "compile": 120,
+    "compile": 150,
     "tests": 330,
     "sanitize": 240,
     "planted": 90,
@@ -63,9 +63,9 @@ MEASURES = {
     "host": ("bench.host_time", "host"),
 }
 
-#: The tools: the kernel of planted.cu that each must report, its own options, and the fastest family
-#: that it watches. Errors of API calls are not looked for: CuPy checks every call, and probes for
-#: what a driver lacks. What Hopper's copy engine writes, initcheck knows of since CUDA 13.1;
+#: The tools: the kernel of planted.cu that each must report, its own options, and the fastest
+#: family that it watches. Errors of API calls are not looked for: CuPy checks every call, and probes
+#: for what a driver lacks. What Hopper's copy engine writes, initcheck knows of since CUDA 13.1;
 #: racecheck and synccheck would have to follow barriers that one lane arrives at for a warp.
 TOOLS = {
     "memcheck": ("overrun", ["--padding=1024", "--report-api-errors=no"], "sm90"),
