@@ -64,9 +64,9 @@ MEASURES = {
 }
 
 #: The tools: the kernel of planted.cu that each must report, its own options, and the fastest
-#: family that it watches. Errors of API calls are not looked for: CuPy checks every call, and probes
-#: for what a driver lacks. What Hopper's copy engine writes, initcheck knows of since CUDA 13.1;
-#: racecheck and synccheck would have to follow barriers that one lane arrives at for a warp.
+#: family that it watches. Errors of API calls are not looked for: CuPy checks every call, and
+#: probes for what a driver lacks. What Hopper's copy engine writes, initcheck knows of since CUDA
+#: 13.1; racecheck and synccheck would have to follow barriers that one lane arrives at for a warp.
 TOOLS = {
     "memcheck": ("overrun", ["--padding=1024", "--report-api-errors=no"], "sm90"),
     "racecheck": ("race", [], "mma"),
