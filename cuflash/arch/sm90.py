@@ -85,9 +85,8 @@ class Sm90:
             return f"wgmma takes float16 and bfloat16, not {traits.dtype}"
         if max(traits.head_dim, traits.head_dim_v) > _MAX_HEAD_DIM:
             return f"head sizes end at {_MAX_HEAD_DIM}"
-        if direction == "backward":
-            if not _LACKING.isdisjoint(compiled_for(traits.features)):
-                return f"its backward has no registers for {', '.join(sorted(_LACKING))}"
+        if direction == "backward" and not _LACKING.isdisjoint(compiled_for(traits.features)):
+            return f"its backward has no registers for {', '.join(sorted(_LACKING))}"
         if not traits.boxes:
             return "TMA cannot move arrays with these strides"
         if device.capability[0] != 9:

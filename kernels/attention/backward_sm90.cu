@@ -25,9 +25,8 @@
 //   seen              the one who looks
 //   q_empty, dout_empty   lanes of the computing warps, and the one who looks
 //   dq_full[i]        lanes of the computing warps: dq of every other visit is in shared memory
-//   dq_empty[i]       the one who brings it to the sums, once he has read it; of a second part,
-//   which
-//                     goes through the place of Q, he tells q_empty
+//   dq_empty[i]       the one who brings it to the sums, once he has read it; a second part goes
+//                     through the place of Q, and of that he tells q_empty
 //   again_full        bytes that are loaded a second time: see clear() and add_special()
 //   and a named barrier of all who compute: ds is written
 //
