@@ -274,7 +274,7 @@ def _run(
         room.view[place : place + MAP_BYTES] = encode(views[operand].address)  # type: ignore
     counter = None
     if recipe.takes_tickets:
-        if stream is None:
+        if stream is None or i.device is None:
             counter = np.zeros(1, np.uint64)
             words[ADDRESSES["tickets"]] = counter.ctypes.data
         else:

@@ -158,7 +158,9 @@ def tensor_map(x: View | Form, dtype: str, layout: Layout, box: Box) -> TensorMa
     # No stride of an axis of length 1 is used.
     strides = [16 if n == 1 else x.strides[axis] for n, axis in zip(dims, axes, strict=True)][1:]
     swizzle = box.columns * x.itemsize
-    return TensorMap(x.address, dtype, dims, strides, (box.columns, box.rows, 1, 1), swizzle)
+    return TensorMap(
+        x.address, dtype, tuple(dims), tuple(strides), (box.columns, box.rows, 1, 1), swizzle
+    )
 
 
 def _tensor(x: View | Form, layout: Layout, group: int) -> tuple[int, ...]:

@@ -130,6 +130,7 @@ def padded(head_dim: int) -> int:
 def forward(traits: Traits, tile: Tile, options: frozenset[str] = frozenset()) -> ForwardSm90:
     """Return the forward plan of a tile shape."""
     dim, dim_v = padded(traits.head_dim), padded(traits.head_dim_v)
+    given: dict[str, Any] = dict.fromkeys(options, True)
     return ForwardSm90(
         dtype=traits.dtype.name,
         tile_q=tile.tile_q,
@@ -139,7 +140,7 @@ def forward(traits: Traits, tile: Tile, options: frozenset[str] = frozenset()) -
         slots=tile.slots,
         stages=tile.stages,
         together=_TOGETHER,
-        **dict.fromkeys(options, True),
+        **given,
     )
 
 
