@@ -130,8 +130,7 @@ def padded(head_dim: int) -> int:
 def forward(traits: Traits, tile: Tile, options: frozenset[str] = frozenset()) -> ForwardSm90:
     """Return the forward plan of a tile shape."""
     dim, dim_v = padded(traits.head_dim), padded(traits.head_dim_v)
-    given: dict[str, Any] = dict.fromkeys(options, True)
-    return ForwardSm90(
+    shared: dict[str, Any] = dict(
         dtype=traits.dtype.name,
         tile_q=tile.tile_q,
         tile_kv=tile.tile_kv,
@@ -140,8 +139,8 @@ def forward(traits: Traits, tile: Tile, options: frozenset[str] = frozenset()) -
         slots=tile.slots,
         stages=tile.stages,
         together=_TOGETHER,
-        **given,
     )
+    return ForwardSm90(**shared, **dict.fromkeys(options, True))
 
 
 def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = frozenset()) -> Plan:
