@@ -140,7 +140,8 @@ def forward(traits: Traits, tile: Tile, options: frozenset[str] = frozenset()) -
         stages=tile.stages,
         together=_TOGETHER,
     )
-    return ForwardSm90(**shared, **dict.fromkeys(options, True))
+    given: dict[str, Any] = {**dict.fromkeys(options, True)}
+    return ForwardSm90(**shared, **given)
 
 
 def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = frozenset()) -> Plan:
@@ -154,6 +155,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         turn=1,
     )
     dim_v = tile.head_dim
+    given: dict[str, Any] = {**dict.fromkeys(options, True)}
     main = BackwardSm90(
         **shared,
         dim_v=dim_v,
@@ -161,7 +163,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         stages=tile.stages,
         dout_stages=tile.dout_stages,
         heads_together=_HEADS_TOGETHER,
-        **dict.fromkeys(options, True),
+        **given,
     )
     packed = "packed" in options
     rows = BackwardRowsSm90(**shared, dim_v=dim_v, aligned=traits.aligned, packed=packed)
