@@ -47,6 +47,9 @@ _DQ_MMA = "attention/backward_dq_mma.cu"
 _FRAGMENT = "parts/fragment.cuh"
 _SPECIAL = "parts/special.cuh"
 _LAZY = "parts/softmax_lazy.cuh"
+_ONLINE = "parts/online.cuh"
+_TRANSPOSED = "parts/transposed.cuh"
+_HANDED = "parts/gradient_mma.cuh"
 _COPY = "if (tile + 1 < keys.last) copy_next(slot ^ 1);"
 _DQ = "attention/backward_dq_simt.cu"
 _DKDV = "attention/backward_dkdv_simt.cu"
@@ -154,8 +157,13 @@ MUTANTS = [
             ("bias-always-narrow", _SCORE, "if (bias_wide) return", "if (false) return"),
             ("mask-upside-down", _SCORE, "mask.at(query, key)) != 0", "mask.at(query, key)) == 0"),
             ("mask-not-looked-at", _SCORE, "pairs = pairs || mask.data;", ""),
-            ("alibi-from-the-top", _SCORE, "= query + offset - key", "= query - key"),
-            ("alibi-one-sided", _SCORE, "max(distance, -distance)", "distance"),
+            ("alibi-from-the-top", _SCORE, "return query + offset - key", "return query - key"),
+            (
+                "alibi-one-sided",
+                _SCORE,
+                "< Accum(0) ? -distance : distance",
+                "< Accum(0) ? 0 : distance",
+            ),
             (
                 "sink-in-every-lane",
                 _FORWARD,
@@ -222,7 +230,7 @@ MUTANTS = [
         Mutant(name, file, old, new, kernels="mma forward")
         for name, file, old, new in [
             ("slot-not-alternated", _MMA, "++tile, slot ^= 1", "++tile"),
-            ("every-other-result-not-rescaled", _MMA, "r % 2 * 2 + 1] *= scale;", "0];"),
+            ("every-other-result-not-rescaled", _ONLINE, "r % 2 * 2 + 1] *= scales[r];", "0];"),
             (
                 "rescaled-upside-down",
                 _LAZY,
@@ -239,11 +247,16 @@ MUTANTS = [
             ("limit-too-high-for-elements", _LAZY, "kHeadroom = 8.0f", "kHeadroom = 200.0f"),
             (
                 "every-other-score-unasked",
-                _MMA,
+                _ONLINE,
                 "__float_as_int(x[r % 2 * 2 + 1]));",
                 "-1);",
             ),
-            ("hidden-tiles-not-masked", _MMA, "if (!score.visible(row, col)) x", "if (false) x"),
+            (
+                "hidden-tiles-not-masked",
+                _ONLINE,
+                "if ((kHides || plan::kBias) && !seen) x",
+                "if (false) x",
+            ),
             (
                 "plain-one-tile-early",
                 _MASK,
@@ -259,9 +272,9 @@ MUTANTS = [
             ("first-slab-of-q-twice", _FRAGMENT, "a.offset(kSlab * s, k)", "a.offset(0, k)"),
             (
                 "second-slab-masked-as-the-first",
-                _MMA,
-                "visit(slab, n, i, query + fragment::kSlab * slab +",
-                "visit(slab, n, i, query +",
+                _ONLINE,
+                "score.band.keys_of(row)",
+                "score.band.keys_of(row_at(query, r % 2))",
             ),
             (
                 "special-not-added",
@@ -272,7 +285,12 @@ MUTANTS = [
             ("special-not-cleared", _MMA, "special::clear<plan::kThreads>(v);", ""),
             ("all-special-rises", _SPECIAL, "sum -= infinity", "sum += infinity"),
             ("no-special-rises", _SPECIAL, "odd & (nan | ~negative)", "odd & nan"),
-            ("large-shift-not-noticed", _MMA, "large = large || rows[r].is_large(factor);", ""),
+            (
+                "large-shift-not-noticed",
+                _ONLINE,
+                "large = large || rows[r].is_large(factor);",
+                "",
+            ),
             ("no-shift-is-large", _LAZY, "kLargeShift = 4096.0f", "kLargeShift = 1e30f"),
             (
                 "negative-scale-not-negated",
@@ -280,7 +298,7 @@ MUTANTS = [
                 "any && !kScored && score.scale < 0.0f",
                 "false",
             ),
-            ("lse-without-unit", _MMA, "kScored ? 1.0f : score.unit()", "1.0f"),
+            ("lse-without-unit", _ONLINE, "kScored ? 1.0f : score.unit()", "1.0f"),
             (
                 "rows-past-the-end-copied",
                 _FRAGMENT,
@@ -291,19 +309,69 @@ MUTANTS = [
         ]
     ),
     *(
-        Mutant(name, _MMA, old, new, kernels="mma forward", options=True)
-        for name, old, new in [
+        Mutant(name, file, old, new, kernels="mma forward", options=True)
+        for name, file, old, new in [
             (
                 "dropout-before-the-sum",
+                _ONLINE,
                 "rows[r].sum += x;",
                 "rows[r].sum += score.survives(x, randoms[r], key + 8 * n + fragment::col_of(i));",
             ),
             (
                 "second-slab-dropped-as-the-first",
-                "score.row(query + fragment::kSlab * (r / 2) +",
-                "score.row(query +",
+                _MMA,
+                "score.row(online::row_at(query, r))",
+                "score.row(online::row_at(query, r % 2))",
             ),
-            ("sink-in-four-lanes", "factor, fragment::lane() % 4 == 0)", "factor, true)"),
+            (
+                "sink-in-four-lanes",
+                _ONLINE,
+                "total = softmax::row_sum<4>(row.sum);",
+                "total = row.sum;",
+            ),
+            (
+                "results-not-rescaled-for-the-sink",
+                _ONLINE,
+                "scale = softmax::add_sink(",
+                "softmax::add_sink(",
+            ),
+            (
+                "sum-not-rescaled-for-the-sink",
+                _LAZY,
+                "total = total * scale + hw",
+                "total = total + hw",
+            ),
+            (
+                "sink-not-counted",
+                _LAZY,
+                "+ hw::exp2_approx((sink - reference) * kLog2e);",
+                ";",
+            ),
+            (
+                "sink-as-its-own-reference",
+                _LAZY,
+                "hw::exp2_approx((sink - reference) * kLog2e)",
+                "1.0f",
+            ),
+            (
+                "reference-moved-by-no-sink",
+                _LAZY,
+                "if (finite && (sink > before || total == 0.0f)) reference",
+                "if (sink > before || total == 0.0f) reference",
+            ),
+            (
+                "sink-in-slack-rows-of-the-lazy-softmax",
+                _ONLINE,
+                "p.sinks.data && !entry.slack",
+                "p.sinks.data",
+            ),
+            ("cap-by-the-polynomial-alone", _ONLINE, "largest <= 1.0f", "true"),
+            (
+                "alibi-of-the-first-key",
+                _ONLINE,
+                "distance - static_cast<float>(8 * n + i)",
+                "distance - static_cast<float>(8 * n)",
+            ),
         ]
     ),
     *(
@@ -390,20 +458,80 @@ MUTANTS = [
         by="bits",
     ),
     *(
-        Mutant(name, _ROWS, old, new, kernels="mma backward", row=row)
-        for name, row, old, new in [
-            ("lse-of-another-row", "warp-", "work.head).at(at)", "work.head).at(at / 2 * 2)"),
-            ("delta-of-another-half", "warp-", "{lse, sums[0][half][i]}", "{lse, sums[0][0][i]}"),
-            ("delta-without-dlse", "warp-", "if (p.dlse.data) {", "if (false) {"),
-            ("rows-without-keys-weigh", "warp-", "lse != -softmax::infinity<float>()", "true"),
-            ("rows-past-the-end-weigh", "warp-", "at < entry.seqlen_q", "true"),
+        Mutant(name, file, old, new, kernels="mma backward", row=row)
+        for name, file, row, old, new in [
             (
-                "turns-not-reset",
+                "delta-of-another-half",
+                _ROWS,
                 "warp-",
-                "hw::store(dq_turn(p, entry, work.head, work.tile, split), 0);",
+                "sums[0][half][i]",
+                "sums[0][0][i]",
+            ),
+            (
+                "lse-of-another-row",
+                _HANDED,
+                "warp-",
+                "p.lse, entry, head).at(at)",
+                "p.lse, entry, head).at(at / 2 * 2)",
+            ),
+            ("delta-without-dlse", _HANDED, "warp-", "if (p.dlse.data) sum", "if (false) sum"),
+            (
+                "rows-without-keys-weigh",
+                _HANDED,
+                "warp-",
+                "if (lse == -softmax::infinity<float>()) return none();",
                 "",
             ),
-            ("turns-of-one-split-reset", "both", "split < plan::kSplits", "split < 1"),
+            (
+                "rows-past-the-end-weigh",
+                _HANDED,
+                "warp-",
+                "if (at >= entry.seqlen_q) return none();",
+                "",
+            ),
+            (
+                "turns-not-reset",
+                _HANDED,
+                "warp-",
+                "hw::store(dq_turn(p, work.entry, work.head, work.tile, split), 0);",
+                "",
+            ),
+            ("turns-of-one-split-reset", _HANDED, "both", "split < plan::kSplits", "split < 1"),
+            (
+                "row-stats-of-the-neighbour",
+                _TRANSPOSED,
+                "warp-",
+                "row[i] = rows[8 * n + fragment::col_of(i)]",
+                "row[i] = rows[8 * n + fragment::col_of(0)]",
+            ),
+            (
+                "hidden-gradients-not-zeroed",
+                _TRANSPOSED,
+                "warp-",
+                "if (!seen) x = dx = 0.0f;",
+                "",
+            ),
+            (
+                "negative-scale-ignored",
+                _TRANSPOSED,
+                "warp-",
+                "score.scale < 0.0f ? -score.unit() : score.unit()",
+                "score.unit()",
+            ),
+            (
+                "hidden-with-a-negative-scale",
+                _TRANSPOSED,
+                "warp-",
+                "score.scale < 0.0f ? softmax::infinity<float>() : ",
+                "",
+            ),
+            (
+                "second-slab-of-keys-as-the-first",
+                _TRANSPOSED,
+                "slabs",
+                "key + fragment::kSlab * slab + fragment::row_of(i)",
+                "key + fragment::row_of(i)",
+            ),
         ]
     ),
     *(
@@ -438,35 +566,10 @@ MUTANTS = [
             ("row-stats-in-one-slot", "warps", "&smem.rows[slot][i]", "&smem.rows[0][i]"),
             ("sums-begin-at-the-first-key", "warp-", "key_tile == first);", "key_tile == 0);"),
             (
-                "row-stats-of-the-neighbour",
-                "warp-",
-                "row[i] = rows[8 * n + fragment::col_of(i)]",
-                "row[i] = rows[8 * n + fragment::col_of(0)]",
-            ),
-            ("hidden-gradients-not-zeroed", "warp-", "if (!seen) x = dx = 0.0f;", ""),
-            (
-                "negative-scale-ignored",
-                "warp-",
-                "score.scale < 0.0f ? -score.unit() : score.unit()",
-                "score.unit()",
-            ),
-            (
-                "hidden-with-a-negative-scale",
-                "warp-",
-                "score.scale < 0.0f ? softmax::infinity<float>() : ",
-                "",
-            ),
-            (
                 "dk-without-scale",
                 "warp-",
                 "sums.dk[slab][n][i] * score.scale",
                 "sums.dk[slab][n][i]",
-            ),
-            (
-                "second-slab-of-keys-as-the-first",
-                "slabs",
-                "key + kSlab * slab + fragment::row_of(i));\n            }",
-                "key + fragment::row_of(i));\n            }",
             ),
             (
                 "special-q-not-cleared",
@@ -572,28 +675,37 @@ MUTANTS = [
         kernels="mma backward",
     ),
     *(
-        Mutant(name, _GRADIENTS, old, new, kernels="mma backward", options=True)
-        for name, old, new in [
+        Mutant(name, file, old, new, kernels="mma backward", options=True)
+        for name, file, old, new in [
             (
                 "dp-of-kept-pairs-not-scaled",
+                _TRANSPOSED,
                 "randoms[i % 2], at_key) * score.kept_factor();",
                 "randoms[i % 2], at_key);",
             ),
             (
                 "dv-of-kept-pairs-not-scaled",
+                _GRADIENTS,
                 "sums.dv[slab][n][i] * score.kept_factor()",
                 "sums.dv[slab][n][i]",
             ),
-            ("p-not-dropped", "x = score.survives(x, randoms[i % 2], at_key);", ""),
-            ("dp-not-dropped", "score.survives(dx, randoms[i % 2], at_key)", "dx"),
+            ("p-not-dropped", _TRANSPOSED, "x = score.survives(x, randoms[i % 2], at_key);", ""),
+            ("dp-not-dropped", _TRANSPOSED, "score.survives(dx, randoms[i % 2], at_key)", "dx"),
             (
                 "dropped-as-the-neighbour",
+                _TRANSPOSED,
                 "randoms[i] = score.row(at_query)",
                 "randoms[i] = score.row(at_query / 2 * 2)",
             ),
-            ("dscore-without-slope", "(dx - row[i % 2].delta) * slope", "(dx - row[i % 2].delta)"),
+            (
+                "dscore-without-slope",
+                _TRANSPOSED,
+                "(dx - row[i % 2].delta) * slope",
+                "(dx - row[i % 2].delta)",
+            ),
             (
                 "options-of-the-first-head",
+                _GRADIENTS,
                 "Scores::of(p, entry, visit.head);\n    auto& q",
                 "Scores::of(p, entry, 0);\n    auto& q",
             ),
@@ -676,7 +788,7 @@ def examine(row: Row, which: str = "simt", twice: bool = False) -> None:
         with using(row.forward, row.backward):
             with schedule(case.schedule, case.blocks):
                 out, lse = forward(inputs)
-                grads = None if which == "mma forward" else backward(inputs, out, lse)
+                grads = None if which.endswith(" forward") else backward(inputs, out, lse)
             if twice and grads is not None:
                 for x, y in zip(grads, backward(inputs, out, lse), strict=True):
                     np.testing.assert_array_equal(x, y)
