@@ -35,9 +35,15 @@ class Mutant(NamedTuple):
     occurrence: int = 0
     options: bool = False  # it takes a call with options to find it
     kernels: str = "simt"  # "mma forward", "mma backward": those that it is looked for in
-    by: str = "values"  # what gives it away: also "races", where values seldom do, or "bits"
+    by: str = "values"  # what gives it away: "bits", or a report of one of `_REPORTS`
     row: str = ""  # part of the names of the rows that can show it
 
+
+#: What the instrumented build says of faults that values seldom show.
+_REPORTS = {
+    "races": "race in",
+    "fences": "without fence_proxy_async|was still to read|was still to be read",
+}
 
 _FORWARD = "attention/forward_simt.cu"
 _MMA = "attention/forward_mma.cu"
@@ -50,6 +56,11 @@ _LAZY = "parts/softmax_lazy.cuh"
 _ONLINE = "parts/online.cuh"
 _TRANSPOSED = "parts/transposed.cuh"
 _HANDED = "parts/gradient_mma.cuh"
+_SM90 = "attention/forward_sm90.cu"
+_ROWS_SM90 = "attention/backward_rows_sm90.cu"
+_GRADIENTS_SM90 = "attention/backward_sm90.cu"
+_SWIZZLED = "parts/swizzled.cuh"
+_PIPELINE = "parts/pipeline.cuh"
 _COPY = "if (tile + 1 < keys.last) copy_next(slot ^ 1);"
 _DQ = "attention/backward_dq_simt.cu"
 _DKDV = "attention/backward_dkdv_simt.cu"
@@ -719,6 +730,262 @@ MUTANTS = [
         options=True,
         kernels="mma backward",
     ),
+    *(
+        Mutant(name, file, old, new, kernels="sm90 forward", by=by, row=row)
+        for name, file, by, row, old, new in [
+            (
+                "keys-read-before-they-land",
+                _SM90,
+                "races",
+                "two",
+                "hw::mbarrier_wait(smem.k_full[k.at()], k.parity());",
+                "",
+            ),
+            (
+                "values-read-before-they-land",
+                _SM90,
+                "races",
+                "two",
+                "hw::mbarrier_wait(smem.v_full[v.at()], v.parity());\n    swizzled::start_x_b",
+                "swizzled::start_x_b",
+            ),
+            (
+                "stage-filled-while-it-is-read",
+                _SM90,
+                "races",
+                "two",
+                "hw::mbarrier_wait(empty[stage.at()], stage.parity() ^ 1);",
+                "",
+            ),
+            (
+                "keys-passed-before-they-land",
+                _SM90,
+                "races",
+                "four",
+                "hw::mbarrier_wait(smem.k_full[stage.at()], stage.parity());\n    take_turn",
+                "take_turn",
+            ),
+            (
+                "special-values-read-while-they-are-cleared",
+                _SM90,
+                "races",
+                "two",
+                "hw::mbarrier_wait(smem.v_cleared, at.cleared.parity());",
+                "",
+            ),
+            (
+                "special-values-cleared-while-they-are-added",
+                _SM90,
+                "races",
+                "two",
+                "hw::mbarrier_wait(smem.special_added, added.parity());",
+                "",
+            ),
+            (
+                "slot-released-by-all-but-one",
+                _SM90,
+                "races",
+                "one",
+                "kComputingWarps + 3",
+                "kComputingWarps + 2",
+            ),
+            (
+                "slot-released-before-results-are-in-it",
+                _SM90,
+                "races",
+                "two",
+                "store(maps, smem, state, inverse, slot, at.group);\n    release(smem, slot);",
+                "release(smem, slot);\n    store(maps, smem, state, inverse, slot, at.group);",
+            ),
+            (
+                "results-overwritten-before-they-left",
+                _SM90,
+                "races",
+                "two",
+                "hw::bulk_wait_read<0>();",
+                "",
+            ),
+            (
+                "results-put-where-queries-are-read",
+                _SM90,
+                "races",
+                "two",
+                "sync_group(group);  // no product",
+                "// no product",
+            ),
+            (
+                "results-stored-without-a-fence",
+                _SWIZZLED,
+                "fences",
+                "two",
+                "hw::fence_proxy_async();\n    __syncwarp();",
+                "__syncwarp();",
+            ),
+            (
+                "negated-without-a-fence",
+                _SM90,
+                "fences",
+                "two",
+                "hw::fence_proxy_async();\n    sync_group(group);",
+                "sync_group(group);",
+            ),
+            (
+                "arrived-before-the-other-lanes",
+                _PIPELINE,
+                "races",
+                "two",
+                "__syncwarp();\n    if (hw::elect_one()) hw",
+                "if (hw::elect_one()) hw",
+            ),
+            ("phases-of-one-stage", _PIPELINE, "values", "two", "count / kCount % 2", "count % 2"),
+            (
+                "values-of-the-next-stage",
+                _SM90,
+                "values",
+                "two",
+                "return {k.count - 1};",
+                "return k;",
+            ),
+            (
+                "keys-passed-are-not-released",
+                _SM90,
+                "values",
+                "two",
+                "arrive(smem.k_empty[stage.at()]);",
+                "",
+            ),
+            (
+                "no-turn-with-keys-passed",
+                _SM90,
+                "values",
+                "three",
+                "take_turn(at.group, [] {});",
+                "",
+            ),
+            (
+                "special-values-passed-are-not-counted",
+                _SM90,
+                "values",
+                "two",
+                "            arrive(smem.special_added);",
+                "",
+            ),
+            (
+                "special-values-not-looked-for",
+                _SM90,
+                "values",
+                "two",
+                "job.keys.hides(tile) && swizzled::has_special(values)",
+                "false",
+            ),
+            (
+                "special-values-added-to-the-last-job",
+                _SM90,
+                "values",
+                "two",
+                "if (!state.adds) fragment::clear(state.out);",
+                "",
+            ),
+            (
+                "last-query-of-a-group-sees-less",
+                _SM90,
+                "values",
+                "two",
+                "query + group * kGroupRows, kGroupRows);",
+                "query + group * kGroupRows, kGroupRows - 1);",
+            ),
+            (
+                "tiles-of-the-first-group",
+                _SM90,
+                "values",
+                "two",
+                "job.keys_of_group[group];",
+                "job.keys_of_group[0];",
+            ),
+            (
+                "plain-to-the-first-tile",
+                _SM90,
+                "values",
+                "two",
+                "uniform(job.keys.all.first);",
+                "first;",
+            ),
+            (
+                "results-in-the-next-slot",
+                _SM90,
+                "values",
+                "one",
+                "inverse, slot ^ 1, at.group);",
+                "inverse, slot, at.group);",
+            ),
+            (
+                "first-product-adds",
+                _SM90,
+                "values",
+                "two",
+                "state.adds = !starts;",
+                "state.adds = true;",
+            ),
+            (
+                "job-left-unfinished",
+                _SM90,
+                "values",
+                "four",
+                "unfinished && !(state.pending && begins)",
+                "unfinished && !state.pending",
+            ),
+            (
+                "rows-without-keys-not-started",
+                _SM90,
+                "values",
+                "two",
+                "start(p, state, job, group);\n            fragment::clear",
+                "fragment::clear",
+            ),
+            ("parts-drawn-by-two", _SM90, "values", "one", "+ gridDim.x;", "+ gridDim.x - 1;"),
+            (
+                "tickets-not-put-back",
+                _SM90,
+                "values",
+                "one",
+                "ticket == static_cast<uint64>(parts) - 1",
+                "false",
+            ),
+            (
+                "narrow-chunks-turned-by-the-row",
+                _SWIZZLED,
+                "values",
+                "two",
+                "(row / (8 / kPieces) % kPieces)",
+                "(row % kPieces)",
+            ),
+            (
+                "scores-read-before-they-are-there",
+                _SM90,
+                "values",
+                "two",
+                "hw::wgmma_wait<kAdds ? 1 : 0>();",
+                "hw::wgmma_wait<kAdds ? 2 : 0>();",
+            ),
+        ]
+    ),
+    *(
+        Mutant(name, _SM90, old, new, kernels="sm90 forward", options=True, row=row)
+        for name, row, old, new in [
+            (
+                "results-stored-over-the-next-entry",
+                "two",
+                "plan::kPacked && query + 16 > entry.seqlen_q",
+                "false",
+            ),
+            (
+                "keys-of-the-first-entry",
+                "two",
+                "job.row + tile * plan::kTileKv",
+                "tile * plan::kTileKv",
+            ),
+        ]
+    ),
 ]
 
 
@@ -750,6 +1017,16 @@ PLANS = {
     ("mma", True): [
         "float16-mma-slabs-32x16-options",
         "bfloat16-mma-warps-16x32-options",
+    ],
+    ("sm90", False): [
+        "float16-sm90-one-64x64",
+        "bfloat16-sm90-two-64x96",
+        "bfloat16-sm90-three-96x64",
+        "float16-sm90-four-64x64",
+    ],
+    ("sm90", True): [
+        "float16-sm90-two-64x64-options",
+        "bfloat16-sm90-one-64x64-options",
     ],
 }
 
@@ -810,12 +1087,10 @@ def test_mutant_is_found(kernels: Path, monkeypatch: pytest.MonkeyPatch, mutant:
     path.write_text(
         mutant.old.join(parts[:n]) + mutant.new + mutant.old.join(parts[n:]), encoding="utf-8"
     )
-    races = mutant.by == "races"
-    monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(races)))
+    report = _REPORTS.get(mutant.by)
+    monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(report is not None)))
     names = PLANS[mutant.kernels.split()[0], mutant.options]
-    with pytest.raises(
-        KernelFault if races else (AssertionError, KernelFault), match="race in" if races else None
-    ):
+    with pytest.raises(KernelFault if report else (AssertionError, KernelFault), match=report):
         for name in names:
             if mutant.row in name:
                 examine(_row(name), mutant.kernels, mutant.by == "bits")
@@ -826,6 +1101,6 @@ def test_the_unchanged_copy_passes(
     kernels: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[str, bool]
 ) -> None:
     """And the plans that mutants with races are looked for in have none."""
-    monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(kind == ("mma", False))))
+    monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(kind in {("mma", False), ("sm90", False)})))
     for name in PLANS[kind]:
         examine(_row(name))
