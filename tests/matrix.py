@@ -19,6 +19,7 @@ from cuflash.plan import (
     BackwardDbiasSimt,
     BackwardDkdvSimt,
     BackwardDqSimt,
+    BackwardSm90,
     Delta,
     Dsinks,
     ForwardMma,
@@ -46,10 +47,12 @@ class Row:
 
     @cached_property
     def tile(self) -> tuple[int, int]:
-        """The forward's tile, which lengths are drawn around."""
+        """The forward's tile, which lengths are drawn around, with keys of the larger one."""
         plan = self.forward[0]
         assert isinstance(plan, (ForwardSimt, ForwardMma, ForwardSm90))
-        return plan.tile_q, plan.tile_kv
+        return plan.tile_q, max(
+            [plan.tile_kv, *(x.tile_kv for x in self.backward if isinstance(x, BackwardSm90))]
+        )
 
     @property
     def boxes(self) -> bool:
