@@ -1252,27 +1252,21 @@ MUTANTS = [
         ]
     ),
     *(
-        Mutant(
-            name, _GRADIENTS_SM90, old, new, kernels="sm90 backward", options=True, by=by, row="one"
-        )
-        for name, by, old, new in [
+        Mutant(name, _GRADIENTS_SM90, old, new, kernels="sm90 backward", by=by, row=row)
+        for name, by, row, old, new in [
             (
                 "any-order-of-dq",
                 "bits",
+                "one",
                 "(turns, notes.work.tile - first)",
                 "(turns, min(notes.work.tile - first, 1))",
             ),
             (
                 "dq-written-by-the-first-key",
                 "values",
+                "two",
                 "notes.work.tile == first);",
                 "notes.work.tile == 0);",
-            ),
-            (
-                "special-dq-before-its-turn",
-                "races",
-                "notes.work.tile - first + 1);",
-                "notes.work.tile - first);",
             ),
         ]
     ),
