@@ -752,7 +752,7 @@ MUTANTS = [
             (
                 "stage-filled-while-it-is-read",
                 _SM90,
-                "races",
+                "values",
                 "two",
                 "hw::mbarrier_wait(empty[stage.at()], stage.parity() ^ 1);",
                 "",
@@ -882,7 +882,7 @@ MUTANTS = [
                 "last-query-of-a-group-sees-less",
                 _SM90,
                 "values",
-                "two",
+                "one",
                 "query + group * kGroupRows, kGroupRows);",
                 "query + group * kGroupRows, kGroupRows - 1);",
             ),
@@ -909,14 +909,6 @@ MUTANTS = [
                 "one",
                 "inverse, slot ^ 1, at.group);",
                 "inverse, slot, at.group);",
-            ),
-            (
-                "first-product-adds",
-                _SM90,
-                "values",
-                "two",
-                "state.adds = !starts;",
-                "state.adds = true;",
             ),
             (
                 "job-left-unfinished",
@@ -1024,7 +1016,7 @@ MUTANTS = [
             (
                 "queries-released-while-dk-reads-them",
                 _GRADIENTS_SM90,
-                "races",
+                "values",
                 "one",
                 "hw::wgmma_wait<0>();\n    hw::pin(swizzled::listed(sums.dk));",
                 "hw::wgmma_wait<1>();\n    hw::pin(swizzled::listed(sums.dk));",
