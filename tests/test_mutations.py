@@ -172,8 +172,8 @@ MUTANTS = [
             (
                 "alibi-one-sided",
                 _SCORE,
-                "< Accum(0) ? -distance : distance",
-                "< Accum(0) ? 0 : distance",
+                "softmax::magnitude(distance)",
+                "softmax::larger(distance, Accum(0))",
             ),
             (
                 "sink-in-every-lane",
@@ -302,7 +302,6 @@ MUTANTS = [
                 "large = large || rows[r].is_large(factor);",
                 "",
             ),
-            ("no-shift-is-large", _LAZY, "kLargeShift = 4096.0f", "kLargeShift = 1e30f"),
             (
                 "negative-scale-not-negated",
                 _MMA,
@@ -459,14 +458,6 @@ MUTANTS = [
                 "end_turn(p, notes, i);",
             ),
         ]
-    ),
-    Mutant(
-        "any-order-after-the-first",
-        _GRADIENTS,
-        "at.split), key_tile - first);",
-        "at.split), min(key_tile - first, 1));",
-        kernels="mma backward",
-        by="bits",
     ),
     *(
         Mutant(name, file, old, new, kernels="mma backward", row=row)
@@ -648,7 +639,7 @@ MUTANTS = [
     *(
         Mutant(name, _DQ_MMA, old, new, kernels="mma backward", row=row)
         for name, row, old, new in [
-            ("dq-without-scale", "warp-", "sums.v[e] * scale", "sums.v[e]"),
+            ("dq-without-scale", "warp-", "four.v[e] * scale", "four.v[e]"),
             ("dq-of-the-first-slab", "both", "first + fragment::kSlab * slab", "first"),
             (
                 "dq-sums-of-tiles-without-keys",
@@ -786,8 +777,8 @@ MUTANTS = [
                 _SM90,
                 "races",
                 "two",
-                "store(maps, smem, state, inverse, slot, at.group);\n    release(smem, slot);",
-                "release(smem, slot);\n    store(maps, smem, state, inverse, slot, at.group);",
+                "store<kFlat>(maps, smem, state, inverse, slot, at.group);\n    release(smem, slot);",
+                "release(smem, slot);\n    store<kFlat>(maps, smem, state, inverse, slot, at.group);",
             ),
             (
                 "results-overwritten-before-they-left",
@@ -978,7 +969,7 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "races",
                 "one",
-                "hw::mbarrier_wait(smem.dout_full[stage.at()], stage.parity());",
+                "hw::mbarrier_wait(smem.dout_full[dout_stage.at()], dout_stage.parity());",
                 "",
             ),
             (
@@ -1034,8 +1025,8 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "races",
                 "one",
-                "if (at.dq.count > 0) hw::mbarrier_wait",
-                "if (false) hw::mbarrier_wait",
+                "if (split == 0 && at.dq.count > 0) {",
+                "if (false) {",
             ),
             (
                 "dq-released-before-it-is-read",
@@ -1066,7 +1057,7 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "races",
                 "one",
-                "hw::semaphore_wait(turns, notes.work.tile - first);",
+                "hw::semaphore_wait(turns, before);",
                 "",
             ),
             (
@@ -1131,7 +1122,7 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "values",
                 "three",
-                "kByColumns ? at.group * kDqCols : 0",
+                "kByColumns ? group * kDqShare + split * kDqCols : 0",
                 "0",
             ),
             (
@@ -1139,15 +1130,15 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "values",
                 "two",
-                "dq_distance(warp % 4, group * (kDqCols / 8))",
-                "dq_distance(warp % 4, 0)",
+                "warp / 4 * kDqShare + split * kDqCols",
+                "split * kDqCols",
             ),
             (
                 "dq-rows-of-the-first-group",
                 _GRADIENTS_SM90,
                 "values",
                 "four",
-                "kByColumns ? 0 : at.group * kGroupRows",
+                "kByColumns ? 0 : group * kGroupRows",
                 "0",
             ),
             (
@@ -1197,7 +1188,7 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "values",
                 "one",
-                "if (uniform(notes.special)) add_special(p, smem, at.group);",
+                "if (uniform(notes.special)) add_special(p, smem, at);",
                 "",
             ),
             (
@@ -1250,14 +1241,14 @@ MUTANTS = [
                 "any-order-of-dq",
                 "bits",
                 "one",
-                "(turns, notes.work.tile - first)",
-                "(turns, min(notes.work.tile - first, 1))",
+                "(turns, before)",
+                "(turns, min(before, 1))",
             ),
             (
                 "dq-written-by-the-first-key",
                 "values",
                 "two",
-                "notes.work.tile == first);",
+                "before == 0);",
                 "notes.work.tile == 0);",
             ),
         ]
