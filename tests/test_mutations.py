@@ -777,8 +777,10 @@ MUTANTS = [
                 _SM90,
                 "races",
                 "two",
-                "store<kFlat>(maps, smem, state, inverse, slot, at.group);\n    release(smem, slot);",
-                "release(smem, slot);\n    store<kFlat>(maps, smem, state, inverse, slot, at.group);",
+                "store<kFlat>(maps, smem, state, inverse, slot, at.group);\n"
+                "    release(smem, slot);",
+                "release(smem, slot);\n"
+                "    store<kFlat>(maps, smem, state, inverse, slot, at.group);",
             ),
             (
                 "results-overwritten-before-they-left",
