@@ -61,10 +61,11 @@ class BackwardTile(NamedTuple):
     splits: int
     stages: int
     dout_stages: int
+    without: tuple[str, ...] = ()
 
 
 _BACKWARD = (
-    BackwardTile(64, 128, 128, 1, 1, 2, 2),
+    BackwardTile(64, 128, 128, 1, 1, 2, 2, without=("bias", "alibi")),
     BackwardTile(128, 64, 128, 1, 1, 2, 2),
     BackwardTile(256, 64, 64, 2, 2, 2, 1),
 )
@@ -112,9 +113,12 @@ class Sm90:
         """Return the candidates for each step of the backward, best first."""
         options = compiled_for(traits.features)
         need = max(traits.head_dim, traits.head_dim_v)
-        size = min(row.head_dim for row in _BACKWARD if row.head_dim >= need)
         steps: list[list[Plan]] = [
-            [backward(traits, row, options) for row in _BACKWARD if row.head_dim == size]
+            [
+                backward(traits, row, options)
+                for row in _BACKWARD
+                if row.head_dim >= need and options.isdisjoint(row.without)
+            ]
         ]
         extra = simt.of_options(traits)
         if extra:
