@@ -296,6 +296,7 @@ class _BackwardMma(KernelPlan):
     tile_q: int
     tile_kv: int
     dim: int  # head_dim, padded to a multiple of 16
+    dq_dim: int  # the same, of the sums of dq
     splits: int  # of the columns of dq, dk and dv, by different blocks
     turn: int  # tiles of queries to whose dq a block adds at once
 
@@ -369,7 +370,7 @@ class BackwardMma(_BackwardMma):
         return self.splits * _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)
 
     def scratch(self, problem: Problem) -> dict[str, int]:
-        return {"dq_sums": self._query_tiles(problem) * self.tile_q * self.dim * 4}
+        return {"dq_sums": self._query_tiles(problem) * self.tile_q * self.dq_dim * 4}
 
 
 @dataclass(frozen=True)
@@ -425,7 +426,7 @@ class BackwardSm90(_BackwardMma):
         return _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv)
 
     def scratch(self, problem: Problem) -> dict[str, int]:
-        return {"dq_sums": self._query_tiles(problem) * self.tile_q * self.dim * 4}
+        return {"dq_sums": self._query_tiles(problem) * self.tile_q * self.dq_dim * 4}
 
     def boxes(self) -> dict[str, Box]:
         return {
@@ -450,7 +451,7 @@ class BackwardDqMma(_BackwardMma):
     @property
     def smem_bytes(self) -> int:
         """Sixteen rows of so many columns for each warp, padded by 8 elements."""
-        unit = next(n for n in (64, 32, 16) if self.dim % n == 0)
+        unit = next(n for n in (64, 32, 16) if self.dq_dim % n == 0)
         return self.threads // 32 * 16 * (unit + 8) * DTYPES[self.dtype].itemsize
 
     def parts(self, problem: Problem) -> int:

@@ -34,6 +34,11 @@ class Backend:
     name: str
     xp: Any
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether tensor cores are those of a GPU of compute capability 9.0."""
+        return self.name == "gpu" and self.xp.cuda.Device().compute_capability == "90"
+
     def array(self, x: np.ndarray) -> Any:
         """Return a host array as an array of this back end, strides and all."""
         if self.name == "cpu":

@@ -506,7 +506,8 @@ def test_reversed_views(backend: Backend, names: tuple[str, ...], axis: int, dty
     results = run(backend, inputs)
     check(results, inputs)
     # On tensor cores tiles are others where rows are not contiguous, and so may be the last bits.
-    if axis != 3 or dtype in ("float32", "float64"):
+    # Hopper's kernels leave reversed axes to those of other GPUs altogether.
+    if dtype in ("float32", "float64") or (axis != 3 and not backend.is_hopper):
         same(results, run(backend, changed(inputs, np.ascontiguousarray)))
 
 

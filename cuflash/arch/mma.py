@@ -182,6 +182,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         tile_q=tile.tile_q,
         tile_kv=tile.tile_kv,
         dim=padded(traits.head_dim, step),
+        dq_dim=padded(traits.head_dim, step),
         splits=tile.splits,
         turn=tile.turn,
     )

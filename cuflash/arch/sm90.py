@@ -155,6 +155,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         tile_q=tile.tile_q,
         tile_kv=tile.tile_kv,
         dim=tile.head_dim,
+        dq_dim=-(-traits.head_dim // 16) * 16,
         splits=tile.splits,
         turn=1,
     )

@@ -13,8 +13,8 @@
 #include "parts/operand.cuh"
 
 constexpr int kWarps = plan::kThreads / 32;
-constexpr int kUnit = plan::kDim % 64 == 0 ? 64 : plan::kDim % 32 == 0 ? 32 : 16;
-constexpr int kUnits = plan::kDim / kUnit;  // of a slab
+constexpr int kUnit = plan::kDqDim % 64 == 0 ? 64 : plan::kDqDim % 32 == 0 ? 32 : 16;
+constexpr int kUnits = plan::kDqDim / kUnit;  // of a slab
 
 using Unit = fragment::Tile<fragment::kSlab, kUnit>;
 

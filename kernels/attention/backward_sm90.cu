@@ -237,16 +237,18 @@ __device__ __forceinline__ float* dq_place(Smem& smem, int stage, int split) {
 // Starts to add a part of dq of a visit to the sums of its query tile; the first key tile writes
 // it.
 __device__ __forceinline__ void add_dq(const float* from, float* sums, int split, bool first) {
-    constexpr int kBytes = kDqNumbers * static_cast<int>(sizeof(float));
 #pragma unroll 1
     for (int warp = 0; warp < kComputingWarps; ++warp) {
         const int col = warp / 4 * kDqShare + split * kDqCols;
-        float* const to =
-            sums + (kByColumns ? dq_distance(warp % 4, col / 8) : dq_distance(warp, 0));
+        const int at_col = kByColumns ? col : 0, slab = kByColumns ? warp % 4 : warp;
+        const int columns = min(kDqCols, plan::kDqDim - at_col);  // the others are padding
+        if (columns <= 0) continue;
+        const int bytes = 16 * columns * static_cast<int>(sizeof(float));
+        float* const to = sums + dq_distance(slab, at_col / 8);
         if (first) {
-            hw::bulk_store(to, from + warp * kDqNumbers, kBytes);
+            hw::bulk_store(to, from + warp * kDqNumbers, bytes);
         } else {
-            hw::bulk_reduce_add(to, from + warp * kDqNumbers, kBytes);
+            hw::bulk_reduce_add(to, from + warp * kDqNumbers, bytes);
         }
     }
     hw::bulk_commit();
@@ -541,7 +543,7 @@ __device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, c
 #pragma unroll 1
         for (int slab = 0; slab < plan::kTileQ / 16; ++slab) {
 #pragma unroll 1
-            for (int col = 16 * warp; col < plan::kDim; col += 16 * kComputingWarps) {
+            for (int col = 16 * warp; col < plan::kDqDim; col += 16 * kComputingWarps) {
                 float x[2][4];
                 special::sums<false>(x, smem.k, col, [&](int i, int k) {
                     return score.visible(query + 16 * slab + fragment::row_of(i), first_key + k);

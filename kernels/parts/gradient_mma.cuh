@@ -5,7 +5,7 @@
 //
 //     row_stats   RowStats[slot][kTileQ]                               backward_rows_mma.cu writes
 //     dq_turns    int[slot of kTurnRows][kSplits]                      backward_rows_mma.cu clears
-//     dq_sums     float[slot][kTileQ / 16][kDim / 8][32 lanes][4]      backward_mma.cu sums up
+//     dq_sums     float[slot][kTileQ / 16][kDqDim / 8][32 lanes][4]     backward_mma.cu sums up
 //
 // A fragment of sums (fragment.cuh) lies as lanes hold it, so that a warp moves 512 bytes in a row.
 #pragma once
@@ -57,12 +57,12 @@ __device__ __forceinline__ void clear_turns(const Params& p, const Work& work) {
 // How many numbers the fragment of rows [16 slab, 16 slab + 16) and columns [8 n, 8 n + 8) lies
 // behind the first.
 __host__ __device__ constexpr int dq_distance(int slab, int n) {
-    return (slab * (plan::kDim / 8) + n) * 32 * 4;
+    return (slab * (plan::kDqDim / 8) + n) * 32 * 4;
 }
 
 // The sums of a query tile.
 __device__ __forceinline__ float* dq_of(const Params& p, int64 slot) {
-    return static_cast<float*>(p.dq_sums) + slot * (plan::kTileQ * plan::kDim);
+    return static_cast<float*>(p.dq_sums) + slot * (plan::kTileQ * plan::kDqDim);
 }
 
 // The calling lane's four numbers of a fragment.

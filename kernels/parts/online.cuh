@@ -251,7 +251,9 @@ __device__ __forceinline__ float conclude(const Params& p,
                                           int32 query) {
     float total = softmax::row_sum<4>(row.sum);
     const float unit = kScored ? 1.0f : score.unit();
-    float reference = row.base() * unit, scale = 1.0f;  // in natural units
+    // In natural units. Rounded here: whether the compiler would multiply and add at once depends
+    // on where this is inlined, and the last bit must not.
+    float reference = softmax::scaled(unit, row.base()), scale = 1.0f;
     if constexpr (plan::kSinks) {
         if (p.sinks.data && !entry.slack) {
             scale = softmax::add_sink(hw::load(head_value(p.sinks, 0, head)), total, reference);

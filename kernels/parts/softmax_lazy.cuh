@@ -31,7 +31,7 @@ struct LazyRow {
     __device__ __forceinline__ float base() const {
         return reference - reference == 0.0f ? reference : 0.0f;
     }
-    __device__ __forceinline__ float shift(float factor) const { return base() * factor; }
+    __device__ __forceinline__ float shift(float factor) const { return scaled(factor, base()); }
     __device__ __forceinline__ bool is_large(float factor) const {
         return fabsf(shift(factor)) > kLargeShift;
     }
@@ -75,7 +75,7 @@ __device__ __forceinline__ float add_sink(float sink, float& total, float& refer
     const float before = reference;
     if (finite && (sink > before || total == 0.0f)) reference = sink;
     const float scale = total == 0.0f ? 0.0f : hw::exp2_approx((before - reference) * kLog2e);
-    total = total * scale + hw::exp2_approx((sink - reference) * kLog2e);
+    total = fmaf(total, scale, hw::exp2_approx((sink - reference) * kLog2e));
     return scale;
 }
 
