@@ -37,7 +37,7 @@ __device__ __forceinline__ void cap_all(float (&x)[kSlabs][kKeys8][4], float cap
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float& y = x[slab][n][i];
-                y = cap * (kSmall ? softmax::tanh_small(y) : softmax::tanh_any(y));
+                y = softmax::scaled(cap, kSmall ? softmax::tanh_small(y) : softmax::tanh_any(y));
             }
         }
     }
