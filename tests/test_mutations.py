@@ -1027,7 +1027,7 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "races",
                 "one",
-                "if (split == 0 && at.dq.count > 0) {",
+                "if (at.dq.count >= plan::kSplits) {",
                 "if (false) {",
             ),
             (

@@ -26,7 +26,7 @@
 //   q_empty, dout_empty   lanes of the computing warps, and the one who looks
 //   dq_full[i]        lanes of the computing warps: dq of every other visit is in shared memory
 //   dq_empty[i]       the one who brings it to the sums, once he has read it; a second part goes
-//                     through the place of Q, and of that he tells q_empty
+//                     through the place of Q, and of that he tells q_empty too
 //   again_full        bytes that are loaded a second time: see clear() and add_special()
 //   and a named barrier of all who compute: ds is written
 //
@@ -276,12 +276,9 @@ __device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, DqParts& a
             const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
             add_dq(dq_place(smem, stage, split), dq_of(p, slot), split, before == 0);
             hw::bulk_wait_read<0>();
-            if (split == 0) {
-                hw::mbarrier_arrive(smem.dq_empty[at.at()]);
-            } else {
-                for (int i = 0; i < kComputingWarps; ++i) {  // for those who compute
-                    hw::mbarrier_arrive(smem.q_empty[stage]);
-                }
+            hw::mbarrier_arrive(smem.dq_empty[at.at()]);
+            for (int i = 0; split > 0 && i < kComputingWarps; ++i) {  // for those who compute
+                hw::mbarrier_arrive(smem.q_empty[stage]);
             }
             hw::bulk_wait<0>();
             hw::semaphore_add(turns, 1);
@@ -326,7 +323,7 @@ __device__ __forceinline__ void put_dq(
     float* const place = dq_place(smem, stage, split) + warp * kDqNumbers;
     Four* const mine = reinterpret_cast<Four*>(place) + fragment::lane();
     const DqParts last = {at.dq.count - plan::kSplits};
-    if (split == 0 && at.dq.count > 0) {
+    if (at.dq.count >= plan::kSplits) {
         hw::mbarrier_wait(smem.dq_empty[last.at()], last.parity());
     }
 #pragma unroll

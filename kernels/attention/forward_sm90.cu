@@ -369,6 +369,8 @@ __device__ __forceinline__ void write(
         __syncwarp();
     } else if (query < entry.seqlen_q) {
         swizzled::store(maps.o, entry.first_q + query, job.work.head, job.batch, tile, row, col);
+    } else {
+        hw::fence_proxy_async();  // TMA writes here next
     }
 }
 
@@ -482,8 +484,10 @@ __device__ __forceinline__ void pass(Smem& smem, State& state, Passed& at, bool 
 }
 
 // One turn of the main loop: a tile of keys. Most turns are plain: the tile hides nothing from the
-// warpgroup, no shift of the warp is large, and it is not the first of a job. kAdds: the product
-// with the values of the tile before is pending.
+// warpgroup, and it is not the first of a job. kAdds: the product with the values of the tile
+// before is pending. Which of them it is must be the same for all warps of the group, who have to
+// start products by the same instruction; what differs between warps (a large shift) is asked
+// inside.
 template <bool kPlain, bool kAdds>
 __device__ __forceinline__ void turn(const TmaParams& maps,
                                      Smem& smem,
@@ -525,7 +529,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     if (grows) state.large = online::raise(state.rows, scales, s, state.factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) shifts[r] = state.rows[r].shift(state.factor);
-    if ((!kPlain || grows) && state.large) online::compare_first(s, state.rows, shifts);
+    if (state.large) online::compare_first(s, state.rows, shifts);
     online::exponentials(s, state.rows, shifts, score, state.randoms, key, state.factor);
     if (kAdds) {
         end_product(smem, state, v);
@@ -600,14 +604,14 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
             const bool hides = uniform(own.hides(tile));
             if (!state.pending) {
                 turn<false, false>(maps, smem, state, at, slot.at(), tile, starts, hides);
-            } else if (starts || hides || state.large) {
+            } else if (starts || hides) {
                 turn<false, true>(maps, smem, state, at, slot.at(), tile, starts, hides);
             } else {
                 const int32 stop = looked_through ? tile : uniform(job.keys.all.first);
 #pragma unroll 1
                 for (;; --tile) {
                     turn<true, true>(maps, smem, state, at, slot.at(), tile, false, false);
-                    if (tile <= stop || state.large) break;
+                    if (tile <= stop) break;
                 }
             }
             starts = false;

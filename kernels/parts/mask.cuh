@@ -76,6 +76,7 @@ struct Band {
 
     // The tiles of `tile` keys that queries [query, query + queries) see anything of.
     __device__ __forceinline__ TileRange key_tiles(int32 query, int32 queries, int32 tile) const {
+        if (query >= seqlen_q) return {0, 0};
         const int32 last_query = min(query + queries, seqlen_q) - 1;
         return tiles(max(query + first_diagonal, 0), min(last_query + last_diagonal, seqlen_kv - 1),
                      tile);

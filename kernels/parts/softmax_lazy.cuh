@@ -71,7 +71,7 @@ __device__ __forceinline__ float log_sum_exp(float reference, float total) {
 // Adds exp(sink) to `total`, which becomes relative to the larger of sink and reference; returns
 // the factor for what was accumulated relative to the old one.
 __device__ __forceinline__ float add_sink(float sink, float& total, float& reference) {
-    const bool finite = sink - sink == 0.0f;
+    const bool finite = sink - sink == 0.0f && total != infinity<float>();
     const float before = reference;
     if (finite && (sink > before || total == 0.0f)) reference = sink;
     const float scale = total == 0.0f ? 0.0f : hw::exp2_approx((before - reference) * kLog2e);
