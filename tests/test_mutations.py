@@ -348,14 +348,14 @@ MUTANTS = [
             (
                 "sum-not-rescaled-for-the-sink",
                 _LAZY,
-                "total = total * scale + hw",
-                "total = total + hw",
+                "fmaf(total, scale, hw",
+                "fmaf(total, 1.0f, hw",
             ),
             (
                 "sink-not-counted",
                 _LAZY,
-                "+ hw::exp2_approx((sink - reference) * kLog2e);",
-                ";",
+                "fmaf(total, scale, hw::exp2_approx((sink - reference) * kLog2e));",
+                "total * scale;",
             ),
             (
                 "sink-as-its-own-reference",
@@ -1059,7 +1059,7 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "races",
                 "one",
-                "hw::semaphore_wait(turns, before);",
+                "hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split), before);",
                 "",
             ),
             (
@@ -1243,8 +1243,8 @@ MUTANTS = [
                 "any-order-of-dq",
                 "bits",
                 "one",
-                "(turns, before)",
-                "(turns, min(before, 1))",
+                "visit.tile, split), before);",
+                "visit.tile, split), min(before, 1));",
             ),
             (
                 "dq-written-by-the-first-key",

@@ -269,19 +269,22 @@ __device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, DqParts& a
             const int32 before =
                 notes.work.tile -
                 band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
-            int* const turns = dq_turn(p, entry, visit.head, visit.tile, split);
-            hw::semaphore_wait(turns, before);
+            hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split), before);
             hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
             const int stage = Stages{at.count / plan::kSplits}.at();
             const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
             add_dq(dq_place(smem, stage, split), dq_of(p, slot), split, before == 0);
             hw::bulk_wait_read<0>();
-            hw::mbarrier_arrive(smem.dq_empty[at.at()]);
-            for (int i = 0; split > 0 && i < kComputingWarps; ++i) {  // for those who compute
-                hw::mbarrier_arrive(smem.q_empty[stage]);
+            if (split > 0) {
+#pragma unroll 1
+                for (int i = 0; i < kComputingWarps; ++i) {  // for those who compute
+                    hw::mbarrier_arrive(smem.q_empty[stage]);
+                }
             }
+            hw::mbarrier_arrive(smem.dq_empty[at.at()]);
             hw::bulk_wait<0>();
-            hw::semaphore_add(turns, 1);
+            // The same, worked out anew: registers are few.
+            hw::semaphore_add(dq_turn(p, entry, visit.head, hw::forget(visit.tile), split), 1);
         }
     }
 }

@@ -66,27 +66,6 @@ __device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scor
     }
 }
 
-// Gives scores that are hidden by their place or by the mask a value.
-template <int kSlabs, int kKeys8>
-__device__ __forceinline__ void hide(
-    float (&s)[kSlabs][kKeys8][4], const Scores& score, int32 query, int32 key, float value) {
-#pragma unroll
-    for (int r = 0; r < 2 * kSlabs; ++r) {
-        const int32 row = row_at(query, r);
-        const KeysOfQuery keys = score.band.keys_of(row);
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int32 col = key + 8 * n + fragment::col_of(i);
-                bool seen = keys.holds(col);
-                if constexpr (plan::kMask) seen = seen && score.unmasked(row, col);
-                if (!seen) s[r / 2][n][r % 2 * 2 + i] = value;
-            }
-        }
-    }
-}
-
 // Products become scores; the pairs begin at (query, key).
 template <bool kHides, int kSlabs, int kKeys8>
 __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
@@ -106,8 +85,6 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
         }
     }
     if constexpr (plan::kSoftcap) {
-        // What is hidden has no say in how the rest is computed.
-        if (kHides) hide(s, score, query, key, 0.0f);
         if (score.cap > 0.0f) soften(s, score);
     }
 #pragma unroll
