@@ -266,13 +266,12 @@ class ForwardSm90(KernelPlan):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles; two jobs; a word and five barriers a stage, two a place, and six."""
-        rows = self.slots * self.tile_q * max(self.dim, self.dim_v)
-        if self.slots == 1:
-            rows = self.tile_q * (self.dim + 2 * _box(16, self.dim_v).columns)
+        """The tiles; four jobs; a word and five barriers a stage, two a place or job, and two."""
+        way = self.dim_v if self.slots > 1 else 2 * _box(16, self.dim_v).columns
+        rows = self.tile_q * (self.slots * self.dim + way)
         rows += self.stages * self.tile_kv * (self.dim + self.dim_v)
-        job = 72 + 16 * (self.tile_q // 64)
-        rest = 2 * job + self.slots * 16 + self.stages * (4 + 40) + 48
+        job = 80 + 16 * (self.tile_q // 64)
+        rest = 4 * (job + 16) + self.slots * 16 + self.stages * (4 + 40) + 16
         return _ceil(rows * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:
@@ -405,6 +404,7 @@ class BackwardSm90(_BackwardMma):
     column_groups: int  # warpgroups with the same keys, which share the columns of dk and dv
     stages: int  # of q
     dout_stages: int
+    dq_places: int  # of the last visits
     heads_together: int  # whose blocks are launched tile by tile
 
     @property
@@ -418,7 +418,8 @@ class BackwardSm90(_BackwardMma):
         elements = (self.tile_kv + self.stages * self.tile_q) * self.dim
         elements += (self.tile_kv + self.dout_stages * self.tile_q) * self.dim_v
         elements += 2 * self.tile_q * self.tile_kv
-        elements += 2 * self.tile_q * self.dim // self.splits  # dq, of twice the bytes
+        # Twice the bytes.
+        elements += 2 * self.dq_places * self.tile_q * self.dim // self.splits
         rest = self.stages * (8 * self.tile_q + 8 + 4 + 24) + self.dout_stages * 16 + 96 + 4 + 64
         return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 

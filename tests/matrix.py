@@ -175,14 +175,14 @@ _SM90_TILES = {
     "wide": (64, 32, 1, 2),
 }
 
-# head_dim, tile_q, tile_kv, column_groups, splits, stages, dout_stages: 64 keys a warpgroup; dq by
-# columns, or by rows
+# head_dim, tile_q, tile_kv, column_groups, splits, stages, dout_stages, dq_places: 64 keys a
+# warpgroup; dq by columns, or by rows
 _SM90_BACKWARD_TILES = {
-    "one": (64, 64, 64, 1, 1, 2, 2),
-    "two": (128, 64, 128, 1, 1, 3, 2),
-    "three": (128, 64, 128, 1, 1, 2, 1),
-    "four": (64, 128, 128, 1, 1, 2, 2),
-    "wide": (256, 64, 64, 2, 2, 2, 1),
+    "one": (64, 64, 64, 1, 1, 2, 2, 1),
+    "two": (128, 64, 128, 1, 1, 3, 2, 2),
+    "three": (128, 64, 128, 1, 1, 2, 1, 1),
+    "four": (64, 128, 128, 1, 1, 2, 2, 2),
+    "wide": (256, 64, 64, 2, 2, 2, 1, 1),
 }
 
 # tile_q, tile_kv, threads_y, threads_x, chunk

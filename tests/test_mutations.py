@@ -336,13 +336,13 @@ MUTANTS = [
             (
                 "sink-in-four-lanes",
                 _ONLINE,
-                "total = softmax::row_sum<4>(row.sum);",
-                "total = row.sum;",
+                "totals[r] = softmax::row_sum<4>(rows[r].sum);",
+                "totals[r] = rows[r].sum;",
             ),
             (
                 "results-not-rescaled-for-the-sink",
                 _ONLINE,
-                "scale = softmax::add_sink(",
+                "factors[r] = softmax::add_sink(",
                 "softmax::add_sink(",
             ),
             (
@@ -753,7 +753,7 @@ MUTANTS = [
                 _SM90,
                 "races",
                 "two",
-                "hw::mbarrier_wait(smem.v_cleared, at.cleared.parity());",
+                "hw::mbarrier_wait(smem.v_cleared, found - 1);",
                 "",
             ),
             (
@@ -765,38 +765,28 @@ MUTANTS = [
                 "",
             ),
             (
-                "slot-released-by-all-but-one",
-                _SM90,
-                "races",
-                "one",
-                "kComputingWarps + 3",
-                "kComputingWarps + 2",
-            ),
-            (
-                "slot-released-before-results-are-in-it",
-                _SM90,
-                "races",
-                "two",
-                "store<kFlat>(maps, smem, state, inverse, slot, at.group);\n"
-                "    release(smem, slot);",
-                "release(smem, slot);\n"
-                "    store<kFlat>(maps, smem, state, inverse, slot, at.group);",
-            ),
-            (
                 "results-overwritten-before-they-left",
                 _SM90,
                 "races",
                 "two",
-                "hw::bulk_wait_read<0>();",
+                "if (kFirst != 1) hw::bulk_wait_read<kFirst == 0 ? 0 : 1>();",
                 "",
             ),
             (
-                "results-put-where-queries-are-read",
+                "tile-of-results-overwritten-before-they-left",
                 _SM90,
                 "races",
-                "two",
-                "sync_group(group);  // no product",
-                "// no product",
+                "one",
+                "hw::bulk_wait_read<0>();\n    __syncwarp();",
+                "__syncwarp();",
+            ),
+            (
+                "queries-never-freed",
+                _SM90,
+                "values",
+                "one",
+                "arrive(smem.q_empty[place.at()]);",
+                "",
             ),
             (
                 "results-stored-without-a-fence",
@@ -811,8 +801,8 @@ MUTANTS = [
                 _SM90,
                 "fences",
                 "two",
-                "hw::fence_proxy_async();\n    sync_group(group);",
-                "sync_group(group);",
+                "hw::fence_proxy_async();\n    sync_group();",
+                "sync_group();",
             ),
             (
                 "arrived-before-the-other-lanes",
@@ -852,7 +842,7 @@ MUTANTS = [
                 _SM90,
                 "values",
                 "three",
-                "            arrive(smem.special_added);",
+                "if (found) await_cleared(smem, found);",
                 "",
             ),
             (
@@ -892,15 +882,15 @@ MUTANTS = [
                 _SM90,
                 "values",
                 "two",
-                "uniform(job.keys.all.first);",
-                "first;",
+                "uniform(max(keys.all.first, own.all.first))",
+                "first",
             ),
             (
                 "results-in-the-next-slot",
                 _SM90,
                 "values",
                 "one",
-                "inverse, slot ^ 1, at.group);",
+                "inverse, before, at.group);",
                 "inverse, slot, at.group);",
             ),
             (
@@ -916,7 +906,7 @@ MUTANTS = [
                 _SM90,
                 "values",
                 "two",
-                "start(p, state, job, group);\n            fragment::clear",
+                "start(p, state, job);\n            fragment::clear",
                 "fragment::clear",
             ),
             ("part-drawn-by-nobody", _SM90, "values", "one", "+ gridDim.x;", "+ gridDim.x + 1;"),
@@ -939,16 +929,18 @@ MUTANTS = [
         ]
     ),
     *(
-        Mutant(name, _SM90, old, new, kernels="sm90 forward", options=True, row=row)
-        for name, row, old, new in [
+        Mutant(name, _SM90, old, new, kernels="sm90 forward", options=True, by=by, row=row)
+        for name, by, row, old, new in [
             (
                 "results-stored-over-the-next-entry",
+                "races",  # they are mostly written over by the right ones
                 "two",
                 "plan::kPacked && query + 16 > entry.seqlen_q",
                 "false",
             ),
             (
                 "keys-of-the-first-entry",
+                "values",
                 "two",
                 "job.row + tile * plan::kTileKv",
                 "tile * plan::kTileKv",
@@ -1027,7 +1019,7 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "races",
                 "one",
-                "if (at.dq.count >= plan::kSplits) {",
+                "if (at.dq.count >= kAgo) {",
                 "if (false) {",
             ),
             (

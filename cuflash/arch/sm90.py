@@ -35,7 +35,8 @@ class Tile(NamedTuple):
 
 # Where several rows serve a head size, the first that fits the shared memory is taken.
 _FORWARD = (
-    Tile(64, 256, 64, 2, 4, 1, without=("bias", "mask", "alibi", "dropout")),
+    Tile(64, 256, 64, 2, 4, 1, without=("softcap", "bias", "mask", "alibi", "dropout", "packed")),
+    Tile(64, 192, 64, 2, 4, 1),
     Tile(64, 128, 64, 2, 4),
     Tile(96, 128, 128, 2, 2, 1),
     Tile(96, 128, 64, 2, 2),
@@ -61,13 +62,14 @@ class BackwardTile(NamedTuple):
     splits: int
     stages: int
     dout_stages: int
+    dq_places: int
     without: tuple[str, ...] = ()
 
 
 _BACKWARD = (
-    BackwardTile(64, 128, 128, 1, 1, 2, 2, without=("bias", "alibi")),
-    BackwardTile(128, 64, 128, 1, 1, 2, 2),
-    BackwardTile(256, 64, 64, 2, 2, 2, 1),
+    BackwardTile(64, 128, 128, 1, 1, 2, 2, 2, without=("bias", "alibi")),
+    BackwardTile(128, 64, 128, 1, 1, 2, 2, 2),
+    BackwardTile(256, 64, 64, 2, 2, 2, 1, 1),
 )
 _HEADS_TOGETHER = 32  # their q, dout and dq find room in an L2 cache for a while
 
@@ -167,6 +169,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         column_groups=tile.column_groups,
         stages=tile.stages,
         dout_stages=tile.dout_stages,
+        dq_places=tile.dq_places,
         heads_together=_HEADS_TOGETHER,
         **given,
     )

@@ -377,7 +377,8 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
     Smem& smem = hw::shared_memory<Smem>();
     for (int64 index = blockIdx.x; index < work_parts<Keys, plan::kTileKv>(p) * plan::kSplits;) {
         const int64 part =
-            interleaved<Keys, plan::kTileKv, plan::kTogether>(p, index / plan::kSplits);
+            interleaved<Keys, plan::kTileKv>(p, index / plan::kSplits,
+                                             heads_of<Keys, plan::kTileKv>(p, plan::kTogether));
         Work work = {slack(Keys(), 0, 0), 0, 0};  // nothing, if there is nothing to do
         const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
         if (threadIdx.x == 0) {

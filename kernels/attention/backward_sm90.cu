@@ -59,7 +59,7 @@ constexpr int kDqCols = kDqShare / plan::kSplits;                         // at 
 constexpr int kDqNumbers = 16 * kDqCols;  // of a warp, close together also in workspace
 static_assert(kByColumns || (plan::kTileQ == kGroups * kGroupRows && plan::kSplits == 1),
               "64 queries a warpgroup");
-static_assert(plan::kSplits <= 2, "each part has its place");
+static_assert(plan::kSplits * plan::kDqPlaces <= 2, "each has a barrier of its own");
 static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
 static_assert(plan::kTurn == 1, "a turn with dq is a visit");
 
@@ -101,7 +101,7 @@ struct Smem {
     QueryTile q[plan::kStages];
     DoutTile dout[plan::kDoutStages];
     ScoreTile ds[2];
-    alignas(128) float dq[kComputingWarps][kDqNumbers];
+    alignas(128) float dq[plan::kDqPlaces][kComputingWarps][kDqNumbers];
     alignas(16) RowStats rows[plan::kStages][plan::kTileQ];
     Notes notes;
     Step steps[plan::kStages];
@@ -229,9 +229,10 @@ __device__ __forceinline__ void look_through(Smem& smem, Stages& stage, Ring<1>&
 
 // Where a part of dq of a visit lies in shared memory, each warp's numbers close together: the
 // second where Q was.
-__device__ __forceinline__ float* dq_place(Smem& smem, int stage, int split) {
+__device__ __forceinline__ float* dq_place(Smem& smem, DqParts at, int split) {
     static_assert(plan::kSplits == 1 || sizeof(QueryTile) == sizeof(smem.dq), "room for a part");
-    return split == 0 ? smem.dq[0] : reinterpret_cast<float*>(&smem.q[stage]);
+    if (split == 0) return smem.dq[plan::kDqPlaces > 1 ? at.at() : 0][0];
+    return reinterpret_cast<float*>(&smem.q[Stages{at.count / plan::kSplits}.at()]);
 }
 
 // Starts to add a part of dq of a visit to the sums of its query tile; the first key tile writes
@@ -273,7 +274,7 @@ __device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, DqParts& a
             hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
             const int stage = Stages{at.count / plan::kSplits}.at();
             const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
-            add_dq(dq_place(smem, stage, split), dq_of(p, slot), split, before == 0);
+            add_dq(dq_place(smem, at, split), dq_of(p, slot), split, before == 0);
             hw::bulk_wait_read<0>();
             if (split > 0) {
 #pragma unroll 1
@@ -317,16 +318,18 @@ __device__ __forceinline__ int row_of_warp(int group) {
     return row_group(group) * kGroupRows + static_cast<int>(thread_of_group() / 32 * 16);
 }
 
-// Puts the warp's part of dq of a visit into shared memory, once that of the last visit has left
-// it.
-__device__ __forceinline__ void put_dq(
-    Smem& smem, const float (&dq)[1][kDqCols / 8][4], const Passed& at, int stage, int split) {
+// Puts the warp's part of dq of a visit into shared memory, once the one before has left its place.
+__device__ __forceinline__ void put_dq(Smem& smem,
+                                       const float (&dq)[1][kDqCols / 8][4],
+                                       const Passed& at,
+                                       int split) {
+    constexpr uint32 kAgo = plan::kSplits * plan::kDqPlaces;
     using Four = hw::Vec<float, 4>;
     const int warp = 4 * at.group + static_cast<int>(thread_of_group() / 32);
-    float* const place = dq_place(smem, stage, split) + warp * kDqNumbers;
+    float* const place = dq_place(smem, at.dq, split) + warp * kDqNumbers;
     Four* const mine = reinterpret_cast<Four*>(place) + fragment::lane();
-    const DqParts last = {at.dq.count - plan::kSplits};
-    if (at.dq.count >= plan::kSplits) {
+    const DqParts last = {at.dq.count - kAgo};
+    if (at.dq.count >= kAgo) {
         hw::mbarrier_wait(smem.dq_empty[last.at()], last.parity());
     }
 #pragma unroll
@@ -438,7 +441,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
     swizzled::start_x_b(sums.dk, ds, q, true, column_group(group) * kCols);
     hw::wgmma_wait<1>();
     hw::pin(swizzled::listed(dq));
-    if (p.dq.data) put_dq(smem, dq, at, stage.at(), 0);
+    if (p.dq.data) put_dq(smem, dq, at, 0);
     if constexpr (plan::kSplits > 1) {
         if (p.dq.data) tell_dq(smem, at);
         start_dq(1);
@@ -449,7 +452,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
         hw::pin(swizzled::listed(dq));
         if (p.dq.data) {
             sync_computing();  // nobody needs these queries any more
-            put_dq(smem, dq, at, stage.at(), 1);
+            put_dq(smem, dq, at, 1);
         }
     }
     if (p.dq.data) tell_dq(smem, at);
@@ -590,7 +593,7 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
 
 // Thread 0 says what there is to do. All lanes of its warp.
 __device__ __forceinline__ void take_notes(const Params& p, int64 index, Notes& notes) {
-    const int64 part = interleaved<Keys, plan::kTileKv, 0, plan::kHeadsTogether>(p, index);
+    const int64 part = interleaved<Keys, plan::kTileKv>(p, index, plan::kHeadsTogether);
     Work work = {slack(Keys(), 0, 0), 0, 0};
     const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
     if (threadIdx.x != 0) return;

@@ -6,7 +6,7 @@
 // 64 of them for each of kGroups warpgroups that compute. The warps of a further warpgroup have a
 // role each: one takes jobs and loads Q, one loads K, one V, and one looks through V.
 //
-//     take     q0        q1                       as soon as a slot is free
+//     take     q0        q1                       as soon as a place is free
 //     load         k0 k1     k2 | k0 k1 ..
 //     load         v0 v1     v2 | v0 v1 ..
 //     look           v0 v1     v2 | v0 ..          is V infinite or NaN where something is hidden?
@@ -20,7 +20,7 @@
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the taker
-//   job_empty[slot]   lanes of all other warps
+//   job_empty[slot]   lanes of all other warps, once its results are on their way
 //   q_full[place]     the taker, and the bytes of Q
 //   q_empty[place]    lanes of the computing warps
 //   k_full, v_full    the loader, and the bytes of a tile
@@ -30,8 +30,7 @@
 //   v_cleared         the one who looks: see add_special()
 //
 // Budget: a computing thread holds (kTileKv + kDimV) / 2 accumulators and kTileKv / 4 weights, of
-// the 112 to 240 registers that kRegisters leaves it. Results go through the place of their Q, or,
-// where there is only one, chunk by chunk through a place of their own.
+// the 112 to 240 registers that kRegisters leaves it.
 #include "attention/params_tma.cuh"
 #include "hw/mbarrier.cuh"
 #include "hw/memory.cuh"
@@ -48,6 +47,7 @@ constexpr int kComputingWarps = 4 * kGroups;
 constexpr int kKeys8 = plan::kTileKv / 8;   // columns of a fragment of scores
 constexpr int kCols8 = plan::kDimV / 8;     // and of results
 constexpr int kSteps = plan::kTileKv / 16;  // of the sum over keys
+constexpr int kJobs = 4;                    // that are known: the last two and the next two
 constexpr bool kFlat = plan::kSlots > 1;    // a job's end overlaps with the next one's begin
 constexpr bool kInTurns = kGroups > 2;      // else they find their order by themselves
 static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
@@ -67,50 +67,40 @@ using OutTile = swizzled::Tile<kGroupRows, plan::kDimV>;
 using OutChunk = swizzled::Tile<kGroupRows, OutTile::kChunk>;
 
 // The tiles of keys that some queries see anything of, and all of.
-struct SeenTiles {
+struct alignas(16) SeenTiles {
     TileRange any, all;
 
-    __device__ __forceinline__ bool has(int32 tile) const {
-        return any.first <= tile && tile < any.last;
-    }
-    __device__ __forceinline__ bool hides(int32 tile) const {
-        return tile < all.first || tile >= all.last;
-    }
+    __device__ __forceinline__ bool has(int32 tile) const { return any.holds(tile); }
+    __device__ __forceinline__ bool hides(int32 tile) const { return !all.holds(tile); }
 };
 
 // What a block does: some queries.
 struct Job {
-    Work work;
     SeenTiles keys, keys_of_group[kGroups];
+    Work work;
     int32 exists;               // 0: there is no more work
     int32 head_kv, row, batch;  // where boxes begin, of keys
 };
 
-// Where queries are, and what results go through.
-template <bool kShared>
-struct QueryPlaces {
-    union {
-        QueryTile q;
-        OutTile out;
-    } at[plan::kSlots][kGroups];
-
-    __device__ __forceinline__ QueryTile& q(int slot, int group) { return at[slot][group].q; }
+// What results of a warpgroup go through on their way out: a tile, or, where that has no room, two
+// chunks in turn.
+template <bool kRoom>
+struct Way {
+    OutTile tile;
 };
 template <>
-struct QueryPlaces<false> {
-    QueryTile at[kGroups];
-    OutChunk chunks[kGroups][2];
-
-    __device__ __forceinline__ QueryTile& q(int, int group) { return at[group]; }
+struct Way<false> {
+    OutChunk chunks[2];
 };
 
 struct Smem {
-    QueryPlaces<kFlat> places;
+    QueryTile q[plan::kSlots][kGroups];
+    Way<kFlat> ways[kGroups];
     KeyTile k[plan::kStages];
     ValueTile v[plan::kStages];
-    Job jobs[2];
-    int32 special[plan::kStages];  // found in V
-    hw::MBarrier job_full[2], job_empty[2];
+    Job jobs[kJobs];
+    int32 special[plan::kStages];  // found in V: 1 or 2, the phase of v_cleared, else 0
+    hw::MBarrier job_full[kJobs], job_empty[kJobs];
     hw::MBarrier q_full[plan::kSlots], q_empty[plan::kSlots];
     hw::MBarrier k_full[plan::kStages], k_empty[plan::kStages];
     hw::MBarrier v_full[plan::kStages], v_seen[plan::kStages], v_empty[plan::kStages];
@@ -118,8 +108,8 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
-using Slots = Ring<2>;  // of jobs
-using Places = Ring<plan::kSlots>;
+using Slots = Ring<kJobs>;
+using Places = Ring<plan::kSlots>;  // of the queries of a job, which has the same number in both
 using Stages = Ring<plan::kStages>;
 
 __device__ __forceinline__ int thread_of_group() {
@@ -148,11 +138,10 @@ __device__ __forceinline__ int64 draw(const Params& p, int64 parts) {
     return static_cast<int64>(__shfl_sync(0xffffffffu, ticket, 0)) + gridDim.x;
 }
 
-// Starts to bring the queries of the job in a slot. One thread.
+// Starts to bring the queries of the job in a slot to their place, which is free. One thread.
 __device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem, Slots slot) {
     const Places place = {slot.count};
     hw::MBarrier& full = smem.q_full[place.at()];
-    if (!kFlat) hw::mbarrier_wait(smem.q_empty[place.at()], place.parity() ^ 1);
     const Job& job = smem.jobs[slot.at()];
     if (job.keys.any.first >= job.keys.any.last) {
         hw::mbarrier_arrive(full);
@@ -162,9 +151,18 @@ __device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem,
     int32 row = job.work.entry.first_q + job.work.tile * plan::kTileQ;
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group, row += kGroupRows) {
-        swizzled::load(smem.places.q(place.at(), group), maps.q, full, row, job.work.head,
-                       job.batch);
+        swizzled::load(smem.q[place.at()][group], maps.q, full, row, job.work.head, job.batch);
     }
+}
+
+// Which part is done as the one of this index. Where all tiles take the same time, neighbours share
+// keys and values. Otherwise those that take longest go first, of as many heads as the L2 cache has
+// room for.
+__device__ __forceinline__ int64 part_at(const Params& p, int64 index) {
+    constexpr int64 kMost = 16384 / plan::kDim;  // heads; more are worse, however short they are
+    const bool even = p.window_left == kOpen && p.window_right == kOpen;
+    const int64 heads = min(heads_of<Queries, plan::kTileQ>(p, plan::kTogether), kMost);
+    return interleaved<Queries, plan::kTileQ>(p, index, even ? 1 : heads);
 }
 
 // Notes what keys a job has. One thread.
@@ -187,26 +185,26 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
     const int64 parts = work_parts<Queries, plan::kTileQ>(p);
     Slots slot;
     int64 index = blockIdx.x;
-    bool exists = true;
-    for (; exists; slot.next()) {
+    for (;; slot.next()) {
         Work work = {slack(Queries(), 0, 0), 0, 0};
-        exists = false;
+        bool exists = false;
         while (!exists && index < parts) {
-            exists = work_at<Queries, plan::kTileQ>(
-                p, interleaved<Queries, plan::kTileQ, plan::kTogether>(p, index), work);
+            exists = work_at<Queries, plan::kTileQ>(p, part_at(p, index), work);
             index = draw(p, parts);
         }
         hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
-        // As soon as the slot, as a rule; and all lanes wait in fewer registers than one.
-        if (kFlat) hw::mbarrier_wait(smem.q_empty[slot.at()], slot.parity() ^ 1);
-        if (!hw::elect_one()) continue;
-        Job& job = smem.jobs[slot.at()];
-        job.work = work;
-        job.exists = exists;
-        note_keys(p, job);
-        hw::mbarrier_arrive(smem.job_full[slot.at()]);
-        if (!exists) continue;
-        bring_queries(maps, smem, slot);
+        if (hw::elect_one()) {
+            Job& job = smem.jobs[slot.at()];
+            job.work = work;
+            job.exists = exists;
+            note_keys(p, job);
+            hw::mbarrier_arrive(smem.job_full[slot.at()]);
+        }
+        __syncwarp();
+        if (!exists) return;
+        const Places place = {slot.count};  // all lanes wait for it, in fewer registers than one
+        hw::mbarrier_wait(smem.q_empty[place.at()], place.parity() ^ 1);
+        if (hw::elect_one()) bring_queries(maps, smem, slot);
     }
 }
 
@@ -251,7 +249,7 @@ __device__ __forceinline__ void look_through_values(Smem& smem) {
             hw::mbarrier_wait(smem.v_full[stage.at()], stage.parity());
             ValueTile& values = smem.v[stage.at()];
             const bool found = job.keys.hides(tile) && swizzled::has_special(values);
-            if (fragment::lane() == 0) smem.special[stage.at()] = found;
+            if (fragment::lane() == 0) smem.special[stage.at()] = found ? 1 + added.parity() : 0;
             arrive(smem.v_seen[stage.at()]);
             if (found) {
                 hw::mbarrier_wait(smem.special_added, added.parity());
@@ -281,21 +279,22 @@ struct State {
 
 struct Passed {
     int group;
-    Stages k;         // of the next tile
-    Ring<1> cleared;  // of v_cleared
+    Stages k;  // of the next tile
 
     // Of the values that are pending, those of the last tile.
     __device__ __forceinline__ Stages v() const { return {k.count - 1}; }
 };
 
 // The first query of the calling warp.
-__device__ __forceinline__ int32 query_of(const Job& job, int group) {
-    return job.work.tile * plan::kTileQ + group * kGroupRows + thread_of_group() / 32 * 16;
+__device__ __forceinline__ int32 query_of(const Job& job) {
+    const auto warp = static_cast<int>(hw::forget(static_cast<uint32>(threadIdx.x)) / 32) - 4;
+    return job.work.tile * plan::kTileQ + warp * 16;
 }
 
 // A barrier of the warpgroup.
-__device__ __forceinline__ void sync_group(int group) {
-    hw::named_barrier_sync(1 + kGroups + group, kGroupThreads);
+__device__ __forceinline__ void sync_group() {
+    const auto group = hw::forget(static_cast<uint32>(threadIdx.x)) / kGroupThreads;
+    hw::named_barrier_sync(kGroups + static_cast<int>(group), kGroupThreads);
 }
 
 // The warpgroups start their products one after the other, if there are many.
@@ -307,10 +306,10 @@ __device__ __forceinline__ void take_turn(int group, Start start) {
 }
 
 // Rows before their first tile.
-__device__ __forceinline__ void start(const Params& p, State& state, const Job& job, int group) {
+__device__ __forceinline__ void start(const Params& p, State& state, const Job& job) {
     const Scores score = Scores::of(p, job.work.entry, job.work.head);
     state.factor = online::factor_of(score);
-    const int32 query = query_of(job, group);
+    const int32 query = query_of(job);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         state.rows[r] = LazyRow::empty();
@@ -320,15 +319,12 @@ __device__ __forceinline__ void start(const Params& p, State& state, const Job& 
 }
 
 // What results are multiplied by; writes log-sum-exps.
-__device__ __forceinline__ void conclude(
-    const Params& p, float (&inverse)[2], const State& state, const Job& job, int group) {
+__device__ __forceinline__ void conclude(const Params& p,
+                                         float (&inverse)[2],
+                                         const State& state,
+                                         const Job& job) {
     const Scores score = Scores::of(p, job.work.entry, job.work.head);
-    const int32 query = query_of(job, group);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        inverse[r] = online::conclude(p, job.work.entry, job.work.head, score, state.rows[r],
-                                      online::row_at(query, r));
-    }
+    online::conclude(inverse, p, job.work.entry, job.work.head, score, state.rows, query_of(job));
 }
 
 // Writes as many rows of a tile, as it holds those of the warp from column `col` on. The array has
@@ -365,65 +361,57 @@ __device__ __forceinline__ void write(
     if (plan::kPacked && query + 16 > entry.seqlen_q) {  // the next entry's rows are not to change
         __syncwarp();
         write_some(maps.call.out, job, query, maps.call.head_dim_v, tile, row, col);
-        hw::fence_proxy_async();
-        __syncwarp();
     } else if (query < entry.seqlen_q) {
         swizzled::store(maps.o, entry.first_q + query, job.work.head, job.batch, tile, row, col);
-    } else {
-        hw::fence_proxy_async();  // TMA writes here next
     }
 }
 
-// The same from chunk kFirst on, two of which are on their way at a time.
-template <int kFirst, class Places>
-__device__ __forceinline__ void store_chunks(const TmaParams& maps,
-                                             Places& places,
-                                             const State& state,
-                                             const float (&inverse)[2],
-                                             const Job& job,
-                                             int32 query,
-                                             int row,
-                                             int group) {
+// Starts to write rows of results from chunk kFirst on, once the tile or a chunk has been left by
+// what went through it before.
+template <int kFirst = 0>
+__device__ __forceinline__ void send(const TmaParams& maps,
+                                     Way<true>& way,
+                                     const State& state,
+                                     const float (&inverse)[2],
+                                     const Job& job,
+                                     int32 query,
+                                     int row) {
+    hw::bulk_wait_read<0>();
+    __syncwarp();
+    swizzled::put<0, kCols8>(way.tile, state.out, inverse, row);
+    write(maps, job, query, way.tile, row, 0);
+}
+template <int kFirst = 0>
+__device__ __forceinline__ void send(const TmaParams& maps,
+                                     Way<false>& way,
+                                     const State& state,
+                                     const float (&inverse)[2],
+                                     const Job& job,
+                                     int32 query,
+                                     int row) {
     if constexpr (kFirst < OutTile::kChunks) {
         constexpr int kColumns8 = OutChunk::kCols / 8;
-        OutChunk& chunk = places.chunks[group][kFirst % 2];
+        OutChunk& chunk = way.chunks[kFirst % 2];
         if (kFirst != 1) hw::bulk_wait_read<kFirst == 0 ? 0 : 1>();
         __syncwarp();
         swizzled::put<kFirst * kColumns8, kColumns8>(chunk, state.out, inverse, row);
         write(maps, job, query, chunk, row, kFirst * OutChunk::kCols);
-        store_chunks<kFirst + 1>(maps, places, state, inverse, job, query, row, group);
+        send<kFirst + 1>(maps, way, state, inverse, job, query, row);
     }
 }
 
-// Starts to write the results of the job in a slot.
-template <bool kShared>
+// Starts to write the results of the job in a slot, which is free then.
 __device__ __forceinline__ void store(const TmaParams& maps,
                                       Smem& smem,
                                       const State& state,
                                       const float (&inverse)[2],
-                                      int slot,
+                                      Slots slot,
                                       int group) {
-    const Job& job = smem.jobs[slot];
+    const Job& job = smem.jobs[slot.at()];
     const int row = uniform(thread_of_group() / 32 * 16);
-    const int32 query = uniform(query_of(job, group));
-    if constexpr (kShared) {
-        QueryPlaces<kShared>& places = smem.places;
-        OutTile& tile = places.at[slot][group].out;
-        sync_group(group);  // no product reads these queries any more
-        swizzled::put<0, kCols8>(tile, state.out, inverse, row);
-        write(maps, job, query, tile, row, 0);
-    } else {
-        store_chunks<0>(maps, smem.places, state, inverse, job, query, row, group);
-    }
-}
-
-// They have left shared memory; the slot is free.
-__device__ __forceinline__ void release(Smem& smem, int slot) {
-    if (kFlat) {
-        hw::bulk_wait_read<0>();
-        arrive(smem.q_empty[slot]);
-    }
-    arrive(smem.job_empty[slot]);
+    const int32 query = uniform(query_of(job));
+    send(maps, smem.ways[group], state, inverse, job, query, row);
+    arrive(smem.job_empty[slot.at()]);
 }
 
 // Starts the product that is pending.
@@ -440,24 +428,29 @@ __device__ __forceinline__ void end_product(Smem& smem, State& state, Stages v) 
     state.pending = false;
 }
 
+// What was found in values is added to results, or nothing sees it; waits until it is 0.
+__device__ __forceinline__ void await_cleared(Smem& smem, int found) {
+    arrive(smem.special_added);
+    hw::mbarrier_wait(smem.v_cleared, found - 1);
+}
+
 // If values that are pending have infinities or NaN, which not all see: adds them to the results of
 // those who do, and waits until they are 0.
 __device__ __forceinline__ void add_special(
     const Params& p, Smem& smem, State& state, Passed& at, const Job& job, int32 tile) {
     const Stages v = at.v();
     hw::mbarrier_wait(smem.v_seen[v.at()], v.parity());
-    if (!uniform(smem.special[v.at()])) return;
+    const int found = uniform(smem.special[v.at()]);
+    if (!found) return;
     hw::mbarrier_wait(smem.v_full[v.at()], v.parity());
     const Scores score = Scores::of(p, job.work.entry, job.work.head);
     uint64 seen[1];
-    online::look<kKeys8>(seen, score, query_of(job, at.group), tile * plan::kTileKv);
+    online::look<kKeys8>(seen, score, query_of(job), tile * plan::kTileKv);
     if (!state.adds) fragment::clear(state.out);
     state.adds = true;
     special::add(state.out, smem.v[v.at()],
                  [&](int, int i, int k) { return seen[0] >> (4 * (k / 8) + i + k % 2) & 1; });
-    arrive(smem.special_added);
-    hw::mbarrier_wait(smem.v_cleared, at.cleared.parity());
-    at.cleared.next();
+    await_cleared(smem, found);
 }
 
 // A tile that the warpgroup sees nothing of, though others do.
@@ -474,11 +467,8 @@ __device__ __forceinline__ void pass(Smem& smem, State& state, Passed& at, bool 
     hw::mbarrier_wait(smem.v_full[stage.at()], stage.parity());
     if (looked_through) {
         hw::mbarrier_wait(smem.v_seen[stage.at()], stage.parity());
-        if (uniform(smem.special[stage.at()])) {
-            arrive(smem.special_added);
-            hw::mbarrier_wait(smem.v_cleared, at.cleared.parity());
-            at.cleared.next();
-        }
+        const int found = uniform(smem.special[stage.at()]);
+        if (found) await_cleared(smem, found);
     }
     arrive(smem.v_empty[stage.at()]);
 }
@@ -493,12 +483,13 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
                                      Smem& smem,
                                      State& state,
                                      Passed& at,
-                                     int slot,
+                                     Slots slot,
                                      int32 tile,
                                      bool starts,
                                      bool hides) {
     const Params& p = maps.call;
-    const Job& job = smem.jobs[slot];
+    const Job& job = smem.jobs[slot.at()];
+    const Slots before = {slot.count - 1};
     float inverse[2];
     if (kPlain || (kAdds && !kFlat)) starts = false;
     float s[1][kKeys8][4];
@@ -506,25 +497,25 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     at.k.next();
     hw::mbarrier_wait(smem.k_full[k.at()], k.parity());
     take_turn(at.group, [&] {
-        swizzled::start_a_bt(s, smem.places.q(slot, at.group), 0, smem.k[k.at()]);
+        swizzled::start_a_bt(s, smem.q[Places{slot.count}.at()][at.group], 0, smem.k[k.at()]);
         if (kAdds) start_product(smem, state, v);
     });
     if (starts) {
-        if (kAdds) conclude(p, inverse, state, smem.jobs[slot ^ 1], at.group);
-        start(p, state, job, at.group);
+        if (kAdds) conclude(p, inverse, state, smem.jobs[before.at()]);
+        start(p, state, job);
     }
     hw::wgmma_wait<kAdds ? 1 : 0>();
     hw::pin(swizzled::listed(s));
     arrive(smem.k_empty[k.at()]);
 
     const Scores score = Scores::of(p, job.work.entry, job.work.head);
-    const int32 query = query_of(job, at.group), key = tile * plan::kTileKv;
+    const int32 query = query_of(job), key = tile * plan::kTileKv;
     if (!kPlain && hides) {
         online::finish_scores<true>(s, score, query, key);
     } else if (kScored) {
         online::finish_scores<false>(s, score, query, key);
     }
-    const bool grows = online::outgrown(state.rows, s, state.factor);
+    const bool grows = starts || online::outgrown(state.rows, s, state.factor);
     float scales[2], shifts[2];
     if (grows) state.large = online::raise(state.rows, scales, s, state.factor);
 #pragma unroll
@@ -533,42 +524,40 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     online::exponentials(s, state.rows, shifts, score, state.randoms, key, state.factor);
     if (kAdds) {
         end_product(smem, state, v);
-        if (starts) store<kFlat>(maps, smem, state, inverse, slot ^ 1, at.group);
+        if (starts) store(maps, smem, state, inverse, before, at.group);
     }
     if (grows && !starts) online::rescale(state.out, scales);
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) fragment::left(state.weights[j], s[0], j);
-    if (kAdds && starts) release(smem, slot ^ 1);
     state.pending = true;
     state.adds = !starts;
 }
 
 // Ends the job in a slot.
 __device__ __forceinline__ void finish(
-    const TmaParams& maps, Smem& smem, State& state, Passed& at, int slot) {
-    if (!kFlat) arrive(smem.q_empty[0]);  // no product reads these queries any more
+    const TmaParams& maps, Smem& smem, State& state, Passed& at, Slots slot) {
     if (state.pending) {
         start_product(smem, state, at.v());
         end_product(smem, state, at.v());
     }
     float inverse[2];
-    conclude(maps.call, inverse, state, smem.jobs[slot], at.group);
-    store<kFlat>(maps, smem, state, inverse, slot, at.group);
-    release(smem, slot);
+    conclude(maps.call, inverse, state, smem.jobs[slot.at()]);
+    store(maps, smem, state, inverse, slot, at.group);
 }
 
 // Scores are in units of |scale|: the queries of a negative one change their signs.
-__device__ __forceinline__ void negate(QueryTile& q, int group) {
+__device__ __forceinline__ void negate(QueryTile& q) {
     auto* const words = reinterpret_cast<uint32*>(q.at);
 #pragma unroll 1
     for (int i = thread_of_group(); i < QueryTile::kBytes / 4; i += kGroupThreads)
         words[i] ^= 0x80008000u;
     hw::fence_proxy_async();
-    sync_group(group);
+    sync_group();
 }
 
 __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int group) {
     const Params& p = maps.call;
+    const bool negates = !kScored && static_cast<float>(p.scale) < 0.0f;
     State state;
     state.pending = false;
     bool unfinished = false;  // the job before
@@ -579,46 +568,54 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
         hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
         const bool exists = uniform(job.exists);
-        const SeenTiles& own = job.keys_of_group[group];
-        const int32 first = uniform(job.keys.any.first), last = uniform(job.keys.any.last);
-        const bool begins = exists && uniform(own.has(last - 1));  // with the block's first tile
+        const SeenTiles keys = job.keys, own = job.keys_of_group[group];
+        int32 tile = uniform(keys.any.last);
+        const bool begins = exists && uniform(own.has(tile - 1));  // with the block's first tile
         if (kFlat && unfinished && !(state.pending && begins)) {
-            finish(maps, smem, state, at, slot.at() ^ 1);
+            finish(maps, smem, state, at, {slot.count - 1});
         }
         if (!exists) break;
         const Places place = {slot.count};
         hw::mbarrier_wait(smem.q_full[place.at()], place.parity());
         if (uniform(own.any.first >= own.any.last)) {
-            start(p, state, job, group);
+            start(p, state, job);
             fragment::clear(state.out);
-        } else if (!kScored && static_cast<float>(p.scale) < 0.0f) {
-            negate(smem.places.q(place.at(), group), group);
+        } else if (negates) {
+            negate(smem.q[place.at()][group]);
         }
         bool starts = true;
-        for (int32 tile = last; tile > first;) {
-            const bool looked_through = uniform(job.keys.hides(--tile));
-            if (!uniform(own.has(tile))) {
-                pass(smem, state, at, looked_through);
-                continue;
+        const int32 first = uniform(keys.any.first);
+        // Of these tiles nothing is hidden from the group, nor from others of the block.
+        const TileRange plain = {uniform(max(keys.all.first, own.all.first)),
+                                 uniform(min(keys.all.last, own.all.last))};
+        while (tile > first) {
+            --tile;
+            bool looked_through = false, hides = false;
+            if (!plain.holds(tile)) {
+                looked_through = uniform(keys.hides(tile));
+                if (!uniform(own.has(tile))) {
+                    pass(smem, state, at, looked_through);
+                    continue;
+                }
+                hides = uniform(own.hides(tile));
             }
-            const bool hides = uniform(own.hides(tile));
             if (!state.pending) {
-                turn<false, false>(maps, smem, state, at, slot.at(), tile, starts, hides);
-            } else if (starts || hides) {
-                turn<false, true>(maps, smem, state, at, slot.at(), tile, starts, hides);
+                turn<false, false>(maps, smem, state, at, slot, tile, starts, hides);
+            } else if (starts || !plain.holds(tile)) {
+                turn<false, true>(maps, smem, state, at, slot, tile, starts, hides);
             } else {
-                const int32 stop = looked_through ? tile : uniform(job.keys.all.first);
 #pragma unroll 1
                 for (;; --tile) {
-                    turn<true, true>(maps, smem, state, at, slot.at(), tile, false, false);
-                    if (tile <= stop) break;
+                    turn<true, true>(maps, smem, state, at, slot, tile, false, false);
+                    if (tile <= plain.first) break;
                 }
             }
             starts = false;
             if (looked_through) add_special(p, smem, state, at, job, tile);
         }
+        arrive(smem.q_empty[place.at()]);  // no product reads these queries any more
         unfinished = true;
-        if (!kFlat) finish(maps, smem, state, at, slot.at());
+        if (!kFlat) finish(maps, smem, state, at, slot);
     }
     hw::bulk_wait_read<0>();
 }
@@ -631,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         hw::prefetch(p.k);
         hw::prefetch(p.v);
         hw::prefetch(p.o);
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kJobs; ++i) {
             hw::mbarrier_init(smem.job_full[i], 1);
             hw::mbarrier_init(smem.job_empty[i], kComputingWarps + 3);
         }

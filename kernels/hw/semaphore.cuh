@@ -15,13 +15,9 @@ __device__ __forceinline__ void semaphore_wait(const int* counter, int at_least)
 }
 
 // Adds to the counter, after all that the thread has written, or has seen written at a barrier. PTX
-// ISA, fence.acq_rel and red.release.gpu; any thread.
+// ISA, red.release.gpu; any thread.
 __device__ __forceinline__ void semaphore_add(int* counter, int value) {
-    asm volatile(
-        "fence.acq_rel.gpu;\n"
-        "red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter),
-        "r"(value)
-        : "memory");
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 
 }  // namespace hw

@@ -10,6 +10,8 @@
 
 struct TileRange {
     int32 first, last;  // [first, last)
+
+    __device__ __forceinline__ bool holds(int32 tile) const { return first <= tile && tile < last; }
 };
 
 // The keys that one query sees by its position.

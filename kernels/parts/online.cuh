@@ -147,7 +147,7 @@ template <int kSlabs, int kKeys8>
 __device__ __forceinline__ bool outgrown(const LazyRow (&rows)[2 * kSlabs],
                                          const float (&s)[kSlabs][kKeys8][4],
                                          float factor) {
-    const float headroom = softmax::kHeadroom / factor;
+    const float headroom = softmax::kHeadroom * hw::rcp_approx(factor);
     bool grows = false;
 #pragma unroll
     for (int r = 0; r < 2 * kSlabs; ++r) {
@@ -242,29 +242,46 @@ __device__ __forceinline__ void exponentials(float (&s)[kSlabs][kKeys8][4],
     }
 }
 
-// What the results of a row are multiplied by in the end. Writes its log-sum-exp, by one lane, if
-// it is wanted.
-__device__ __forceinline__ float conclude(const Params& p,
-                                          const Entry& entry,
-                                          int32 head,
-                                          const Scores& score,
-                                          const LazyRow& row,
-                                          int32 query) {
-    float total = softmax::row_sum<4>(row.sum);
+// What the results of rows are multiplied by in the end; `query` is the first of the slabs. Writes
+// their log-sum-exps, each by one lane, if they are wanted. All of it waits for one number after
+// the other, so the rows go through it together.
+template <int kRows>
+__device__ __forceinline__ void conclude(float (&factors)[kRows],
+                                         const Params& p,
+                                         const Entry& entry,
+                                         int32 head,
+                                         const Scores& score,
+                                         const LazyRow (&rows)[kRows],
+                                         int32 query) {
     const float unit = kScored ? 1.0f : score.unit();
-    // In natural units. Rounded here: whether the compiler would multiply and add at once depends
-    // on where this is inlined, and the last bit must not.
-    float reference = softmax::scaled(unit, row.base()), scale = 1.0f;
-    if constexpr (plan::kSinks) {
-        if (p.sinks.data && !entry.slack) {
-            scale = softmax::add_sink(hw::load(head_value(p.sinks, 0, head)), total, reference);
+    float totals[kRows], references[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        totals[r] = softmax::row_sum<4>(rows[r].sum);
+        // In natural units. Rounded here: whether the compiler would multiply and add at once
+        // depends on where this is inlined, and the last bit must not.
+        references[r] = softmax::scaled(unit, rows[r].base());
+        factors[r] = 1.0f;
+        if constexpr (plan::kSinks) {
+            if (p.sinks.data && !entry.slack) {
+                const float sink = hw::load(head_value(p.sinks, 0, head));
+                factors[r] = softmax::add_sink(sink, totals[r], references[r]);
+            }
         }
     }
-    if (p.lse.data && query < entry.seqlen_q && fragment::lane() % 4 == 0) {
+    if (p.lse.data && fragment::lane() % 4 == 0) {
         const Vector lse = vector(p.lse, entry, head);
-        hw::store(lse.at(query), softmax::log_sum_exp(reference, total));
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const int32 row = row_at(query, r);
+            const float value = softmax::log_sum_exp(references[r], totals[r]);
+            if (row < entry.seqlen_q) hw::store(lse.at(row), value);
+        }
     }
-    return softmax::Row<float>::inverse(total) * scale * score.kept_factor();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        factors[r] = softmax::inverse(totals[r]) * factors[r] * score.kept_factor();
+    }
 }
 
 }  // namespace online

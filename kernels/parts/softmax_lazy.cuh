@@ -15,6 +15,7 @@
 namespace softmax {
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLargeShift = 4096.0f;
 constexpr float kHeadroom = 8.0f;  // powers of two between reference and the largest exponential
 
@@ -63,9 +64,14 @@ struct LazyRow {
 };
 
 // log(sum of exp(score)); -inf for a row that has seen no key. `total` is the sum relative to
-// `reference`.
+// `reference`; it is at least about 1 otherwise, and its logarithm is off by 2e-7, or 2e-7 of it.
 __device__ __forceinline__ float log_sum_exp(float reference, float total) {
-    return total == 0.0f ? -infinity<float>() : reference + logf(total);
+    return fmaf(hw::log2_approx(total), kLn2, reference);
+}
+
+// 1 / total, or 0 for a row that has seen no key.
+__device__ __forceinline__ float inverse(float total) {
+    return total == 0.0f ? 0.0f : hw::rcp_approx(total);
 }
 
 // Adds exp(sink) to `total`, which becomes relative to the larger of sink and reference; returns

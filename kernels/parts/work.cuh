@@ -143,11 +143,20 @@ __device__ __forceinline__ bool work_at(const Params& p, int64 index, Work& work
     return true;
 }
 
-// Parts in an order for tiles that wait for the one before: not head by head, but tile by tile of
-// kHeads heads, or of so many that they have kParts parts. Tiles of a head then start one after the
-// other.
-template <class Side, int kTile, int kParts, int kHeads = 0>
-__device__ __forceinline__ int64 interleaved(const Params& p, int64 index) {
+// So many heads that they have `parts` parts.
+template <class Side, int kTile>
+__device__ __forceinline__ int64 heads_of(const Params& p, int64 parts) {
+    int64 tiles = ceil_div(Side::rows(p), kTile);
+    if constexpr (plan::kPacked) {
+        if (p.cu_seqlens_q.at) tiles = Side::rows(p) / kTile + p.batch + 2;
+    }
+    return (parts + tiles - 1) / tiles;
+}
+
+// Parts in another order: not head by head, but tile by tile of `together` heads. Tiles of a head
+// then start one after the other.
+template <class Side, int kTile>
+__device__ __forceinline__ int64 interleaved(const Params& p, int64 index, int64 together) {
     int64 heads = p.batch * Side::heads(p), tiles = ceil_div(Side::rows(p), kTile);
     if constexpr (plan::kPacked) {
         if (p.cu_seqlens_q.at) {
@@ -155,7 +164,6 @@ __device__ __forceinline__ int64 interleaved(const Params& p, int64 index) {
             tiles = Side::rows(p) / kTile + p.batch + 2;
         }
     }
-    const int64 together = kHeads > 0 ? kHeads : (kParts + tiles - 1) / tiles;
     const int64 first = index / (together * tiles) * together;
     const int64 width = min(together, heads - first), within = index - first * tiles;
     return (first + within % width) * tiles + within / width;
