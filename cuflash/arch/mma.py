@@ -29,26 +29,28 @@ class _Tile(NamedTuple):
     tile_kv: int
     warps: int
     blocks_per_sm: int
-    options: tuple[int, int] = (0, len(_OPTIONS))  # how many of these it serves, from and to
+    most: int = len(_OPTIONS)  # so many of these it has registers for,
+    without: tuple[str, ...] = ()  # and none of these
 
 
 # Where several rows serve a head size, the first that fits the shared memory is taken.
 _FORWARD = (
-    _Tile(32, 128, 64, 4, 2, options=(0, 1)),
+    _Tile(32, 128, 64, 4, 2, 1),
     _Tile(32, 64, 64, 4, 2),
-    _Tile(64, 128, 32, 4, 3, options=(0, 0)),
-    _Tile(64, 128, 64, 4, 2, options=(1, 1)),
+    _Tile(64, 128, 32, 4, 3, 0),
+    _Tile(64, 128, 64, 4, 2, 1),
     _Tile(64, 64, 64, 4, 2),
-    _Tile(96, 128, 64, 4, 2, options=(0, 0)),
+    _Tile(96, 128, 64, 4, 2, 1, without=("softcap", "bias", "dropout", "strides")),
     _Tile(96, 64, 64, 4, 2),
-    _Tile(128, 128, 64, 4, 2, options=(0, 0)),
+    _Tile(128, 128, 48, 4, 2, 1, without=("softcap", "bias", "mask", "dropout", "strides")),
+    _Tile(128, 128, 32, 4, 2, 1, without=("bias", "strides")),
     _Tile(128, 64, 64, 4, 2),
-    _Tile(192, 128, 48, 8, 1, options=(0, 1)),
+    _Tile(192, 128, 48, 8, 1, 1),
     _Tile(192, 64, 48, 4, 1),
     _Tile(192, 64, 32, 4, 1),
-    _Tile(256, 128, 48, 8, 1, options=(0, 1)),
-    _Tile(256, 64, 48, 4, 1, options=(0, 1)),
-    _Tile(256, 64, 32, 4, 1, options=(0, len(FEATURES))),
+    _Tile(256, 128, 48, 8, 1, 1),
+    _Tile(256, 64, 48, 4, 1, 1),
+    _Tile(256, 64, 32, 4, 1, len(FEATURES)),
     _Tile(256, 64, 16, 4, 1),
 )
 
@@ -79,7 +81,7 @@ _BACKWARD = (
     BackwardTile(128, 32, 64, 4, 2, 2, 2, 1, 2, 1),
     BackwardTile(256, 32, 128, 8, 2, 2, 2, 2, 2, 1),
     BackwardTile(256, 32, 64, 4, 2, 2, 1, 2, 2, 1),
-    BackwardTile(256, 32, 32, 2, 2, 2, 1, 2, 2, 1, without=("dropout",)),
+    BackwardTile(256, 32, 32, 2, 2, 2, 1, 2, 2, 1, without=("strides", "dropout")),
     BackwardTile(256, 16, 32, 2, 1, 1, 1, 2, 2, 1),
 )
 _TOGETHER = 2112  # sixteen blocks for each multiprocessor of an H100 or H200
@@ -116,12 +118,12 @@ class Mma:
         options = compiled_for(traits.features)
         need = max(traits.head_dim, traits.head_dim_v)
         size = min(row.head_dim for row in _FORWARD if row.head_dim >= need)
-        wants = len(_wanted(traits, options))
+        wants = _wanted(traits, options)
         return [
             [
                 (forward(traits, row, options),)
                 for row in _FORWARD
-                if row.head_dim == size and row.options[0] <= wants <= row.options[1]
+                if row.head_dim == size and len(wants) <= row.most and wants.isdisjoint(row.without)
             ]
         ]
 

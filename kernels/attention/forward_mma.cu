@@ -46,10 +46,12 @@ __device__ __forceinline__ void write_results(const Params& p,
                                               const LazyRow (&rows)[kRows],
                                               const float (&out)[kSlabs][kCols8][4]) {
     const Matrix to = query_matrix(p.out, work.entry, work.head, p.head_dim_v);
+    float factors[kRows];
+    online::conclude(factors, p, work.entry, work.head, score, rows, query);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const int32 row = online::row_at(query, r);
-        const float inverse = online::conclude(p, work.entry, work.head, score, rows[r], row);
+        const float inverse = factors[r];
 #pragma unroll
         for (int n = 0; n < kCols8; ++n) {
             const float (&x)[4] = out[r / 2][n];
@@ -162,10 +164,11 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         if (!hides && !state.large) {
             turn<true>(state, smem.q, k, v, score, warp_row, query, key, factor, false);
         } else {
-            turn<false>(state, smem.q, k, v, score, warp_row, query, key, factor, hides);
+            turn<false>(state, smem.q, k, v, score, warp_row, hw::forget(first_query) + warp_row,
+                        key, factor, hides);
         }
     }
-    write_results(p, work, score, query, state.rows, state.out);
+    write_results(p, work, score, hw::forget(first_query) + warp_row, state.rows, state.out);
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
