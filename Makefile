@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3
 CUDA_SOURCES = $(shell find kernels tests bench -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
-.PHONY: test test-gpu lint format gpu-check sanitize bench clean-cache
+.PHONY: test test-gpu lint format gpu-check sanitize soak bench clean-cache
 
 test:  # on NumPy arrays; needs no GPU
 	$(PYTHON) -m pytest -n auto $(ARGS)
@@ -17,6 +17,8 @@ gpu-check:  # all of it in one run, recorded in bench/results/gpu-check.json
 	$(PYTHON) -m bench.gpu_check $(ARGS)
 sanitize:
 	$(PYTHON) -m bench.gpu_check --only sanitize $(ARGS)
+soak:  # random calls on a GPU for 90 seconds, then some calls a thousand times
+	$(PYTHON) tests/soak.py --backend gpu --repeats 1000 $(ARGS)
 bench:  # ARGS="d128 --dtype float16"; see docs/benchmarks.md
 	$(PYTHON) -m bench $(ARGS)
 clean-cache:

@@ -32,12 +32,13 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     packed: bool = False  # the batch as one packed sequence
+    growing: str = ""  # "up", "down": every tile has larger scores than the one before, or behind
     beside: str = ""  # the case that this one is timed together with and compared with
     groups: tuple[str, ...] = ()
 
     def options(self) -> list[str]:
         """Return the options, `causal` aside, that the call has."""
-        names = ("softcap", "bias", "mask", "alibi", "sinks", "dropout", "packed")
+        names = ("softcap", "bias", "mask", "alibi", "sinks", "dropout", "packed", "growing")
         found = [name for name in names if getattr(self, name)]
         return (["window"] if self.window != (-1, -1) else []) + found
 
@@ -116,6 +117,21 @@ def _grid() -> list[Case]:
     return found
 
 
+def _grid_more() -> list[Case]:
+    """Return the same of head sizes that are no powers of two, and of grouped heads."""
+    found = []
+    for seqlen in (1024, 4096, 16384):
+        for causal in (False, True):
+            name = f"s{seqlen}-{'causal' if causal else 'full'}"
+            more: Any = {"causal": causal, "groups": ("grid-more",)}
+            for dim in (96, 192):
+                sizes = (16384 // seqlen, 2048 // dim, seqlen, dim)
+                found.append(_square(f"grid-d{dim}-{name}", *sizes, **more))
+            sizes = (16384 // seqlen, 32, seqlen, 128)
+            found.append(_square(f"grid-d128-kv8-{name}", *sizes, kv_heads=8, **more))
+    return found
+
+
 def _shapes() -> list[Case]:
     """Return cases of other head sizes, grouped heads, and two lengths."""
     causal: Any = {"causal": True}
@@ -167,6 +183,7 @@ def _options() -> list[Case]:
         found.append(_square(name, 1, 16, 4096, 64, beside="plain", **options, **both))
     wide: Any = {"beside": "d128-s4096-full", "groups": ("options-d128",)}
     given |= {"window": {"window": (512, 512)}, "packed": {"packed": True}}
+    given |= {f"growing-{way}": {"growing": way} for way in ("up", "down")}
     for name, options in given.items():
         found.append(_square(f"d128-{name}", 4, 16, 4096, 128, **options, **wide))
     return found
@@ -179,7 +196,7 @@ def _sizes() -> list[Case]:
     return [_square(f"size-{dim}", 4, 16, 4096, dim, **sizes) for dim in dims]
 
 
-CASES: tuple[Case, ...] = (*_grid(), *_shapes(), *_options(), *_sizes())
+CASES: tuple[Case, ...] = (*_grid(), *_grid_more(), *_shapes(), *_options(), *_sizes())
 
 
 def groups() -> dict[str, list[Case]]:

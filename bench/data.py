@@ -39,8 +39,12 @@ def normal(shape: tuple[int, ...], dtype: str, xp: Any = None) -> Any:
         return np.random.standard_normal(shape).astype(kind)
     if dtype == "float64":
         return xp.random.standard_normal(shape, dtype=xp.float64)
-    x = xp.random.standard_normal(shape, dtype=xp.float32)
-    if dtype != "bfloat16":
+    return _as_kind(xp.random.standard_normal(shape, dtype=xp.float32), kind, xp)
+
+
+def _as_kind(x: Any, kind: np.dtype, xp: Any) -> Any:
+    """Return float32 numbers in another dtype."""
+    if kind.name != "bfloat16":
         return x.astype(kind, copy=False)
     # By its bits (the upper half of a float32), whatever CuPy can do with bfloat16.
     return (x.view(xp.uint32) >> 16).astype(xp.uint16).view(kind)
@@ -78,8 +82,23 @@ def sets_of(case: Case, dtype: str, xp: Any = None) -> list[Inputs]:
     found = []
     for _ in range(count):
         q, k, v, dout = (normal(shape, dtype, xp) for shape in shapes)
+        if case.growing:
+            _grow(case, q, k, xp)
         found.append(Inputs(q, k, v, dout, options, offsets))
     return found
+
+
+def _grow(case: Case, q: Any, k: Any, xp: Any) -> None:
+    """Let one number of each query and key make scores grow by 1/16 from key to key.
+
+    In powers of two that is 5.8 for each 64 keys, 11.5 for 128.
+    """
+    kind = k.dtype
+    steps = xp.arange(case.seqlen_kv, dtype=xp.float32) / 16 * math.sqrt(case.head_dim) / 16
+    if case.growing == "down":
+        steps = steps[::-1]
+    q[..., 0] = _as_kind(xp.full(1, 16.0, xp.float32), kind, xp)[0]
+    k[..., 0] = _as_kind(steps, kind, xp)[None, :, None]
 
 
 def _options_of(case: Case, dtype: str, xp: Any) -> dict[str, Any]:
