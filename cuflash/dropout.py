@@ -35,7 +35,7 @@ def kept(seed: int, p: float, entries: np.ndarray, heads: int, sq: int, sk: int)
         entries.astype(np.uint64), *(np.arange(n, dtype=np.uint64) for n in (heads, sq))
     )
     counter = np.broadcast_arrays(i, h, b & _LOW, b >> 32)
-    seed %= 2**64
+    seed = int(np.asarray(seed).item()) % 2**64
     a, b, *_ = philox(counter, (seed & _LOW, seed >> 32))
     x = a.astype(np.uint32)[..., None] + np.arange(sk, dtype=np.uint32) * np.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)

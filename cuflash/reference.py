@@ -116,7 +116,7 @@ def attention(
     dropout_p : float
         Probability, from 0 to 1, with which a weight becomes 0; the others are divided by
         ``1 - dropout_p``. See :func:`dropout_keep` for which.
-    seed : int, optional
+    seed : int or array of one int64, optional
         Seed of the dropout, modulo 2**64; needed with a ``dropout_p`` that is not 0.
     layout : {"bshd", "bhsd"}
         With "bhsd" the axes are (batch, heads, seq, dim), or (heads, seq, dim).

@@ -1075,3 +1075,10 @@ def test_merging_what_does_not_fit_is_an_error():
     for outs, lses in (([], []), ([out], []), ([out], [lse[0]]), ([out], [lse.swapaxes(1, 2)])):
         with pytest.raises(ValueError):
             merge_states(outs, lses)
+
+
+@pytest.mark.parametrize("seed", [7, np.int64(7), np.array(7), np.array([7], np.int64), 7 + 2**64])
+def test_a_seed_is_any_integer(seed: Any) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 9, 2, 4))
+    want = attention(q, k, v, dropout_p=0.5, seed=7)
+    np.testing.assert_array_equal(attention(q, k, v, dropout_p=0.5, seed=seed), want)
