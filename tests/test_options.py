@@ -96,8 +96,8 @@ def without(text: str, constant: str) -> str:
             if depth == 0 and text[end] in ";}":
                 break
         text = text[: found.start()] + text[end + 1 :]
-    # One of several alternatives.
-    return re.sub(rf"plan::{constant}(?= \|\||;)", "false", text)
+    # Asked together with something else.
+    return re.sub(rf"plan::{constant}(?= \|\|| &&|[;),])", "false", text)
 
 
 def machine_code(image: bytes) -> dict[str, bytes]:
