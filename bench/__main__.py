@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench import cases, data, harness, host_time, machine, memory, published, startup
 from bench.cases import Case
+from bench.families import NAMES, fastest
 from bench.peers import OURS, PEERS, Peer
 from bench.report import Output, Table
 from bench.timing import TIMERS, Pace
-from cuflash import launch, select
 
 Row = dict[str, Any]
 
@@ -46,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--only-peers", action="store_true", help="leave cuflash out")
     found.add_argument(
         "--family",
-        choices=[family.name for family in select.FAMILIES],
+        choices=NAMES,
         help="the fastest family of kernels that may run our side of the cases (default: any)",
     )
     found.add_argument("--rounds", type=int, default=9)
@@ -128,24 +127,6 @@ class Clock:
             return f"at most {self._budget:.0f} s left"
         rest = self.seconds() * (self._all - finished) / finished
         return f"{min(rest, max(0.0, self._budget - self.seconds())):.0f} s left"
-
-
-@contextlib.contextmanager
-def fastest(name: str | None) -> Iterator[None]:
-    """Let no faster family of kernels than this one be chosen; None: any may be."""
-    before = select.FAMILIES
-    skipped = 0 if name is None else [family.name for family in before].index(name)
-
-    def allow(families: Any) -> None:
-        select.FAMILIES = families
-        select.choose.cache_clear()
-        launch.forget()
-
-    allow(before[skipped:])
-    try:
-        yield
-    finally:
-        allow(before)
 
 
 def measure(gpu: Any, wanted: list[Case], plan: harness.Plan, budget: float, table: Table) -> Any:

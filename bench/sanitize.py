@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.families import NAMES, fastest
 from bench.machine import ROOT, emit
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -318,30 +319,23 @@ def compile_all(arch: str | None, workers: int) -> int:
     return 0
 
 
-def allow(family: str) -> None:
-    """Leave out all faster families than this one."""
-    from cuflash import select
-
-    names = [one.name for one in select.FAMILIES]
-    select.FAMILIES = select.FAMILIES[names.index(family) :]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.sanitize", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name, as printed, holds this")
-    parser.add_argument("--family", help="the fastest family of kernels to run (default: any)")
+    parser.add_argument(
+        "--family", choices=NAMES, help="the fastest family of kernels to run (default: any)"
+    )
     parser.add_argument("--planted", choices=PLANTED.values())
     parser.add_argument("--compile", action="store_true", help="only compile, into the cache")
     parser.add_argument("--arch", help="with --compile: for this one, such as 90, without a GPU")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
-    if arguments.family:
-        allow(arguments.family)
-    if arguments.planted:
-        return planted(arguments.planted)
-    if arguments.compile:
-        return compile_all(arguments.arch, arguments.workers)
-    return check_all(arguments.only)
+    with fastest(arguments.family):
+        if arguments.planted:
+            return planted(arguments.planted)
+        if arguments.compile:
+            return compile_all(arguments.arch, arguments.workers)
+        return check_all(arguments.only)
 
 
 if __name__ == "__main__":
