@@ -258,7 +258,7 @@ class ForwardSm90(KernelPlan):
     dim_v: int
     slots: int  # places of queries: 2, or 1 to save shared memory
     stages: int  # of keys, and of values
-    together: int  # tiles of several heads that are worked on at once, the longest first
+    together: int  # with a band: tiles of several heads that are taken at once, the longest first
 
     @property
     def threads(self) -> int:
@@ -404,7 +404,7 @@ class BackwardSm90(_BackwardMma):
     column_groups: int  # warpgroups with the same keys, which share the columns of dk and dv
     stages: int  # of q
     dout_stages: int
-    dq_places: int  # of the last visits
+    dq_places: int  # for dq, of so many visits: 1 or 2
     heads_together: int  # whose blocks are launched tile by tile
 
     @property
@@ -418,7 +418,7 @@ class BackwardSm90(_BackwardMma):
         elements = (self.tile_kv + self.stages * self.tile_q) * self.dim
         elements += (self.tile_kv + self.dout_stages * self.tile_q) * self.dim_v
         elements += 2 * self.tile_q * self.tile_kv
-        # Twice the bytes.
+        # dq in float32: two elements each.
         elements += 2 * self.dq_places * self.tile_q * self.dim // self.splits
         rest = self.stages * (8 * self.tile_q + 8 + 4 + 24) + self.dout_stages * 16 + 96 + 4 + 64
         return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024

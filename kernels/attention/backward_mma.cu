@@ -278,7 +278,7 @@ __device__ __noinline__ void add_special(const Params& p, Smem& smem) {
     const Matrix dv = key_matrix(p.dv, entry, notes.work.head, p.head_dim_v);
     for (int32 i = 0; i < notes.visits; ++i) {
         const Visit visit = visit_of(notes, i);
-        if (visit.tile >= notes.plain.first && visit.tile < notes.plain.last) continue;
+        if (notes.plain.holds(visit.tile)) continue;
         const int32 query = visit.tile * plan::kTileQ;
         const Scores score = Scores::of(p, entry, visit.head);
         __syncthreads();
@@ -361,7 +361,7 @@ __device__ __forceinline__ void backward_tile(const Params& p, Smem& smem) {
             hw::cp_async_commit();
         }
         const Visit visit = visit_of(notes, i);
-        if (visit.tile >= notes.plain.first && visit.tile < notes.plain.last) {
+        if (notes.plain.holds(visit.tile)) {
             turn<true>(p, smem, sums, visit, slot);
         } else {
             turn<false>(p, smem, sums, visit, slot);
@@ -376,9 +376,8 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, plan::kBlocksPerSm)
     backward_mma(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
     for (int64 index = blockIdx.x; index < work_parts<Keys, plan::kTileKv>(p) * plan::kSplits;) {
-        const int64 part =
-            interleaved<Keys, plan::kTileKv>(p, index / plan::kSplits,
-                                             heads_of<Keys, plan::kTileKv>(p, plan::kTogether));
+        const int64 part = interleaved<Keys, plan::kTileKv>(
+            p, index / plan::kSplits, heads_of<Keys, plan::kTileKv>(p, plan::kTogether));
         Work work = {slack(Keys(), 0, 0), 0, 0};  // nothing, if there is nothing to do
         const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
         if (threadIdx.x == 0) {

@@ -7,7 +7,7 @@
 // are wide, kColumnGroups of them have the same keys and compute the same scores, but have a share
 // of the columns of dk and dv each.
 // The warps of a further warpgroup have a role each: one loads, one looks through Q and dout, and
-// two bring dq to its sums, each of every other visit, when it is the block's turn.
+// two bring dq to its sums, each every other part of it, when it is the block's turn.
 //
 //     load      k q0 v dout0   q1 dout1                       ..
 //     look         q0 dout0       q1 dout1                     infinite or NaN, where not all see?
@@ -24,7 +24,7 @@
 //   q_full, dout_full the loader, and the bytes, with those of the row statistics for q
 //   seen              the one who looks
 //   q_empty, dout_empty   lanes of the computing warps, and the one who looks
-//   dq_full[i]        lanes of the computing warps: dq of every other visit is in shared memory
+//   dq_full[i]        lanes of the computing warps: every other part of dq is in shared memory
 //   dq_empty[i]       the one who brings it to the sums, once he has read it; a second part goes
 //                     through the place of Q, and of that he tells q_empty too
 //   again_full        bytes that are loaded a second time: see clear() and add_special()
@@ -85,9 +85,7 @@ struct Notes {
     int32 special;                     // so have K, Q or dout
 
     // Is anything hidden from a query tile?
-    __device__ __forceinline__ bool hides(int32 tile) const {
-        return tile < plain.first || tile >= plain.last;
-    }
+    __device__ __forceinline__ bool hides(int32 tile) const { return !plain.holds(tile); }
 };
 
 // A visit, for those who compute.

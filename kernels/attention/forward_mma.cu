@@ -158,12 +158,13 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         if (tile + 1 < keys.last) copy_next(slot ^ 1);
         hw::cp_async_commit();
         const int32 key = tile * plan::kTileKv;
-        const bool hides = tile < plain.first || tile >= plain.last;
+        const bool hides = !plain.holds(tile);
         auto& k = smem.k[slot];
         auto& v = smem.v[slot];
         if (!hides && !state.large) {
             turn<true>(state, smem.q, k, v, score, warp_row, query, key, factor, false);
         } else {
+            // `query` worked out anew, as below: ptxas for sm_80 would keep it twice, and spill.
             turn<false>(state, smem.q, k, v, score, warp_row, hw::forget(first_query) + warp_row,
                         key, factor, hides);
         }

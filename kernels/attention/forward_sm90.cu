@@ -20,7 +20,7 @@
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the taker
-//   job_empty[slot]   lanes of all other warps, once its results are on their way
+//   job_empty[slot]   lanes of all other warps: who computes, once its results are on their way
 //   q_full[place]     the taker, and the bytes of Q
 //   q_empty[place]    lanes of the computing warps
 //   k_full, v_full    the loader, and the bytes of a tile
@@ -30,7 +30,7 @@
 //   v_cleared         the one who looks: see add_special()
 //
 // Budget: a computing thread holds (kTileKv + kDimV) / 2 accumulators and kTileKv / 4 weights, of
-// the 112 to 240 registers that kRegisters leaves it.
+// the 112 to 255 registers that it has.
 #include "attention/params_tma.cuh"
 #include "hw/mbarrier.cuh"
 #include "hw/memory.cuh"
@@ -47,7 +47,7 @@ constexpr int kComputingWarps = 4 * kGroups;
 constexpr int kKeys8 = plan::kTileKv / 8;   // columns of a fragment of scores
 constexpr int kCols8 = plan::kDimV / 8;     // and of results
 constexpr int kSteps = plan::kTileKv / 16;  // of the sum over keys
-constexpr int kJobs = 4;                    // that are known: the last two and the next two
+constexpr int kJobs = 4;                    // that are known at most: kSlots + 2
 constexpr bool kFlat = plan::kSlots > 1;    // a job's end overlaps with the next one's begin
 constexpr bool kInTurns = kGroups > 2;      // else they find their order by themselves
 static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
@@ -99,7 +99,7 @@ struct Smem {
     KeyTile k[plan::kStages];
     ValueTile v[plan::kStages];
     Job jobs[kJobs];
-    int32 special[plan::kStages];  // found in V: 1 or 2, the phase of v_cleared, else 0
+    int32 special[plan::kStages];  // found in V: 1 and the parity of v_cleared to wait for, else 0
     hw::MBarrier job_full[kJobs], job_empty[kJobs];
     hw::MBarrier q_full[plan::kSlots], q_empty[plan::kSlots];
     hw::MBarrier k_full[plan::kStages], k_empty[plan::kStages];
@@ -155,9 +155,9 @@ __device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem,
     }
 }
 
-// Which part is done as the one of this index. Where all tiles take the same time, neighbours share
-// keys and values. Otherwise those that take longest go first, of as many heads as the L2 cache has
-// room for.
+// Which part is done as the one of this index. Without a band tiles of one head take the same time,
+// and neighbours share keys and values. Otherwise those that take longest go first, of so many
+// heads that they have kTogether tiles.
 __device__ __forceinline__ int64 part_at(const Params& p, int64 index) {
     constexpr int64 kMost = 16384 / plan::kDim;  // heads; more are worse, however short they are
     const bool even = p.window_left == kOpen && p.window_right == kOpen;
@@ -392,6 +392,8 @@ __device__ __forceinline__ void send(const TmaParams& maps,
     if constexpr (kFirst < OutTile::kChunks) {
         constexpr int kColumns8 = OutChunk::kCols / 8;
         OutChunk& chunk = way.chunks[kFirst % 2];
+        // The first chunk waits for all of the last job, another one for the one before the last:
+        // all chunks of a job are groups of stores, or none is.
         if (kFirst != 1) hw::bulk_wait_read<kFirst == 0 ? 0 : 1>();
         __syncwarp();
         swizzled::put<kFirst * kColumns8, kColumns8>(chunk, state.out, inverse, row);
@@ -474,7 +476,7 @@ __device__ __forceinline__ void pass(Smem& smem, State& state, Passed& at, bool 
 }
 
 // One turn of the main loop: a tile of keys. Most turns are plain: the tile hides nothing from the
-// warpgroup, and it is not the first of a job. kAdds: the product with the values of the tile
+// block, and it is not the first of a job. kAdds: the product with the values of the tile
 // before is pending. Which of them it is must be the same for all warps of the group, who have to
 // start products by the same instruction; what differs between warps (a large shift) is asked
 // inside.
