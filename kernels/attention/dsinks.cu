@@ -17,6 +17,16 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
+// Is a row of out 0?
+__device__ bool is_zero(const Params& p, const Entry& entry, int32 head, int32 row) {
+    const Matrix out = query_matrix(p.out, entry, head, p.head_dim_v);
+    for (int32 d = 0; d < out.cols; ++d) {
+        const Element* const at = out.data + row * out.stride_row + d * out.stride_col;
+        if (widen(hw::load(at)) != Accum(0)) return false;
+    }
+    return true;
+}
+
 extern "C" __global__ void __launch_bounds__(plan::kThreads)
     dsinks(const __grid_constant__ Params p) {
     Smem& smem = hw::shared_memory<Smem>();
@@ -39,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads)
             if (lse == -softmax::infinity<Accum>()) continue;
             // Where no key counts, out is 0, and what dout holds does not matter, not even as NaN.
             const Accum delta = hw::load(vector(p.delta, entry, head).at(row));
-            const bool no_key = lse == sink && delta - delta != Accum(0);
+            const bool no_key =
+                lse == sink && delta - delta != Accum(0) && is_zero(p, entry, head, row);
             Accum gradient = no_key ? Accum(0) : -delta;
             if (p.dlse.data) gradient += hw::load(vector(p.dlse, entry, head).at(row));
             sum += softmax::exponential(sink - lse) * gradient;

@@ -19,7 +19,7 @@
 #include "hw/memory.cuh"
 #include "hw/sync.cuh"
 #include "parts/fragment.cuh"
-#include "parts/online.cuh"
+#include "parts/exponent.cuh"
 #include "parts/special.cuh"
 #include "parts/work.cuh"
 
@@ -65,6 +65,7 @@ __device__ __forceinline__ void write_results(const Params& p,
 struct State {
     LazyRow rows[kRows];
     Scores::Row randoms[kRows];
+    online::Exponent exponent;
     float out[kSlabs][kCols8][4];
     bool large;  // a row of the warp has a large shift
 };
@@ -85,6 +86,14 @@ __device__ __forceinline__ void turn(State& state,
     float s[kSlabs][kKeys8][4];
     fragment::clear(s);
     fragment::add_a_bt(s, q, warp_row, k);
+    if constexpr (kPlain && online::kFuses) {
+        if (online::fuses(state.rows, s, state.exponent, query, key)) {
+            online::exponentials_of_products(s, state.rows, state.exponent, score, state.randoms,
+                                             query, key);
+            fragment::add_x_b(state.out, s, v);
+            return;
+        }
+    }
     if (kScored || !kPlain) online::finish_scores<!kPlain>(s, score, query, key);
     const bool grows = online::outgrown(state.rows, s, factor);
     if (grows) {
@@ -130,6 +139,7 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
         state.randoms[r] = score.row(online::row_at(query, r));
     }
     state.large = false;
+    if constexpr (online::kFuses) state.exponent = online::Exponent::of(score);
     fragment::clear(state.out);
 
     auto copy_next = [&](int slot) {

@@ -35,7 +35,7 @@
 #include "hw/mbarrier.cuh"
 #include "hw/memory.cuh"
 #include "hw/sync.cuh"
-#include "parts/online.cuh"
+#include "parts/exponent.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/special.cuh"
 #include "parts/swizzled.cuh"
@@ -270,6 +270,7 @@ struct State {
     LazyRow rows[2];
     Scores::Row randoms[2];
     float factor;
+    online::Exponent exponent;
     float out[1][kCols8][4];
     uint32 weights[kSteps][4];  // of the last tile
     bool pending;               // they have not met their values yet,
@@ -309,6 +310,7 @@ __device__ __forceinline__ void take_turn(int group, Start start) {
 __device__ __forceinline__ void start(const Params& p, State& state, const Job& job) {
     const Scores score = Scores::of(p, job.work.entry, job.work.head);
     state.factor = online::factor_of(score);
+    if constexpr (online::kFuses) state.exponent = online::Exponent::of(score);
     const int32 query = query_of(job);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -512,27 +514,40 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
 
     const Scores score = Scores::of(p, job.work.entry, job.work.head);
     const int32 query = query_of(job), key = tile * plan::kTileKv;
+    // Ends with weights; before what may be skipped, so that it is done between exponentials.
+    float scales[2];
+    const auto complete = [&](bool grows) {
+        if (kAdds) {
+            end_product(smem, state, v);
+            if (starts) store(maps, smem, state, inverse, before, at.group);
+        }
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) fragment::left(state.weights[j], s[0], j);
+        if (grows && !starts) online::rescale(state.out, scales);
+        state.pending = true;
+        state.adds = !starts;
+    };
+    if constexpr (kPlain && online::kFuses) {
+        if (!state.large && online::fuses(state.rows, s, state.exponent, query, key)) {
+            online::exponentials_of_products(s, state.rows, state.exponent, score, state.randoms,
+                                             query, key);
+            complete(false);
+            return;
+        }
+    }
     if (!kPlain && hides) {
         online::finish_scores<true>(s, score, query, key);
     } else if (kScored) {
         online::finish_scores<false>(s, score, query, key);
     }
     const bool grows = starts || online::outgrown(state.rows, s, state.factor);
-    float scales[2], shifts[2];
+    float shifts[2];
     if (grows) state.large = online::raise(state.rows, scales, s, state.factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) shifts[r] = state.rows[r].shift(state.factor);
     if (state.large) online::compare_first(s, state.rows, shifts);
     online::exponentials(s, state.rows, shifts, score, state.randoms, key, state.factor);
-    if (kAdds) {
-        end_product(smem, state, v);
-        if (starts) store(maps, smem, state, inverse, before, at.group);
-    }
-    if (grows && !starts) online::rescale(state.out, scales);
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) fragment::left(state.weights[j], s[0], j);
-    state.pending = true;
-    state.adds = !starts;
+    complete(grows);
 }
 
 // Ends the job in a slot.

@@ -59,6 +59,9 @@ __device__ __forceinline__ void registers_decrease() {
 
 // The largest of three, which is one instruction on sm_90; any thread.
 __device__ __forceinline__ int max3(int a, int b, int c) { return max(max(a, b), c); }
+__device__ __forceinline__ unsigned max3(unsigned a, unsigned b, unsigned c) {
+    return max(max(a, b), c);
+}
 
 // The same number, of which the compiler does not know that it is: what follows from it is worked
 // out here, instead of before a loop and kept in registers. No instruction; any thread.

@@ -18,9 +18,12 @@ constexpr bool kScored = plan::kSoftcap || plan::kBias || plan::kAlibi;
 
 using softmax::LazyRow;
 
+constexpr float kLargest = 3.4028234e38f;  // number
+
 // What an exponential takes beside the score: exp2(score * factor).
 __device__ __forceinline__ float factor_of(const Scores& score) {
-    return kScored ? softmax::kLog2e : score.unit() * softmax::kLog2e;
+    // A scale near the largest number must not make it infinite.
+    return kScored ? softmax::kLog2e : fminf(score.unit() * softmax::kLog2e, kLargest);
 }
 
 // The row r of a lane, of rows that begin at `first`.
@@ -28,41 +31,49 @@ __device__ __forceinline__ int32 row_at(int32 first, int r) {
     return first + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2);
 }
 
-template <bool kSmall, int kSlabs, int kKeys8>
-__device__ __forceinline__ void cap_all(float (&x)[kSlabs][kKeys8][4], float cap) {
+// Calls change(x) for the score of each pair.
+template <int kSlabs, int kKeys8, class Change>
+__device__ __forceinline__ void for_each(float (&s)[kSlabs][kKeys8][4], Change change) {
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
 #pragma unroll
         for (int n = 0; n < kKeys8; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& y = x[slab][n][i];
-                y = softmax::scaled(cap, kSmall ? softmax::tanh_small(y) : softmax::tanh_any(y));
-            }
+            for (int i = 0; i < 4; ++i) change(s[slab][n][i]);
         }
     }
 }
 
-// Scores become cap * tanh(score / cap). Mostly no score of the warp is beyond the cap: then by a
-// polynomial, whose error is at most 1e-7, as it is of the formula with an exponential.
+// tanh(x) = x - 0.33322915 x^3 + 0.12846052 x^5 for |x| <= 1/4, whose largest error, 8e-8, is the
+// least.
+constexpr float kCapped = 0.25f, kCubic = -0.33322915f, kQuintic = 0.12846052f;
+
+// Products become cap * tanh(score / cap), by one of three formulas, whose errors are at most 1e-7
+// of the cap. Mostly no score of the warp is beyond a quarter of the cap: then by a polynomial of
+// the product, whose factors have scale and cap in them.
 template <int kSlabs, int kKeys8>
 __device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scores& score) {
+    const float ratio = score.scale * score.inverse_cap;  // a product's share of the cap
     float largest = 0.0f;
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                s[slab][n][i] *= score.inverse_cap;
-                largest = fmaxf(largest, fabsf(s[slab][n][i]));
-            }
-        }
-    }
-    if (__all_sync(0xffffffffu, largest <= 1.0f)) {
-        cap_all<true>(s, score.cap);
+    for_each(s, [&](float& x) { largest = fmaxf(largest, fabsf(x)); });
+    largest *= fabsf(ratio);
+    if (__all_sync(0xffffffffu, largest <= kCapped)) {
+        const float b = kCubic * score.scale * (ratio * ratio);
+        const float c = kQuintic * score.scale * (ratio * ratio) * (ratio * ratio);
+        for_each(s, [&](float& x) {
+            const float z = x * x;
+            x = softmax::scaled(x, fmaf(z, fmaf(z, c, b), score.scale));
+        });
+    } else if (__all_sync(0xffffffffu, largest <= 1.0f)) {
+        for_each(s, [&](float& x) {
+            x = softmax::scaled(score.cap, softmax::tanh_small(softmax::scaled(ratio, x)));
+        });
     } else {
-        cap_all<false>(s, score.cap);
+        for_each(s, [&](float& x) {
+            x = softmax::scaled(ratio, x);
+            x = softmax::scaled(score.cap,
+                                fabsf(x) <= 1.0f ? softmax::tanh_small(x) : softmax::tanh_any(x));
+        });
     }
 }
 
@@ -73,19 +84,11 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
                                               int32 query,
                                               int32 key) {
     if constexpr (kScored) {
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-            for (int n = 0; n < kKeys8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    s[slab][n][i] = softmax::scaled(score.scale, s[slab][n][i]);
-                }
-            }
+        if (plan::kSoftcap && score.cap > 0.0f) {
+            soften(s, score);
+        } else {
+            for_each(s, [&](float& x) { x = softmax::scaled(score.scale, x); });
         }
-    }
-    if constexpr (plan::kSoftcap) {
-        if (score.cap > 0.0f) soften(s, score);
     }
 #pragma unroll
     for (int r = 0; r < 2 * kSlabs; ++r) {

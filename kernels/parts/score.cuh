@@ -105,9 +105,10 @@ struct Scores {
         return s;
     }
 
-    // |scale|, for kernels that keep scores in units of products. Not 0: -inf must remain hidden.
+    // |scale|, for kernels that keep scores in units of products. Not 0, for -inf must remain
+    // hidden, but so small instead that no product makes a score of it.
     __device__ __forceinline__ float unit() const {
-        return fmaxf(fabsf(static_cast<float>(scale)), 1e-30f);
+        return fmaxf(fabsf(static_cast<float>(scale)), __int_as_float(1));
     }
 
     // May pairs of this tile be hidden? If not, no pair need be asked about.

@@ -29,6 +29,11 @@ __device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visitor vi
     }
 }
 
+// The product of a hidden pair, where options do not say that it is.
+__device__ __forceinline__ float hidden_product(const Scores& score) {
+    return score.scale < 0.0f ? softmax::infinity<float>() : -softmax::infinity<float>();
+}
+
 // Marks the products of pairs that are hidden, where gradients() has no other way to know.
 template <int kSlabs, int kQueries8>
 __device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
@@ -36,8 +41,7 @@ __device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
                                      int32 query,
                                      int32 key) {
     if (kScored) return;
-    const float hidden =
-        score.scale < 0.0f ? softmax::infinity<float>() : -softmax::infinity<float>();
+    const float hidden = hidden_product(score);
     for_each_pair<kSlabs, kQueries8>(query, key,
                                      [&](int slab, int n, int i, int32 at_query, int32 at_key) {
                                          if (!score.visible(at_query, at_key))
@@ -45,8 +49,8 @@ __device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
                                      });
 }
 
-// Products become weights (P after dropout) and gradients of scores. A product of -inf is of a
-// hidden pair where options do not say so.
+// Products become weights (P after dropout) and gradients of scores. Those of hidden pairs are 0,
+// whatever else there is of their rows.
 template <bool kPlain, int kSlabs, int kQueries8>
 __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
                                           float (&dp)[kSlabs][kQueries8][4],
@@ -56,6 +60,7 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
                                           int32 key) {
     // Not 0, or -inf would not remain hidden.
     const float scale = score.scale < 0.0f ? -score.unit() : score.unit();
+    const float hidden = hidden_product(score);
     RowStats row[2];
     Scores::Row randoms[2];
     for_each_pair<kSlabs, kQueries8>(
@@ -74,8 +79,8 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
                 slope = at.slope;
                 seen = at.seen;
             } else {
+                if (!kPlain) seen = x != hidden;
                 x = hw::exp2_approx(fmaf(x, scale, -row[i % 2].lse) * softmax::kLog2e);
-                if (!kPlain) seen = x != 0.0f;
             }
             dx = score.survives(dx, randoms[i % 2], at_key) * score.kept_factor();
             dx = x * (dx - row[i % 2].delta) * slope;

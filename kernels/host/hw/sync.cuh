@@ -36,6 +36,7 @@ inline void registers_decrease(HOST_PLACE) {
 }
 
 inline int max3(int a, int b, int c) { return max(max(a, b), c); }
+inline unsigned max3(unsigned a, unsigned b, unsigned c) { return max(max(a, b), c); }
 
 inline int forget(int x) { return x; }
 
