@@ -258,7 +258,8 @@ class ForwardSm90(KernelPlan):
     dim_v: int
     slots: int  # places of queries: 2, or 1 to save shared memory
     stages: int  # of keys, and of values
-    together: int  # with a band: tiles of several heads that are taken at once, the longest first
+    cache_bytes: int  # with a band: of keys and values of heads whose tiles are taken together
+    heads_together: int  # at least
 
     @property
     def threads(self) -> int:
@@ -405,7 +406,8 @@ class BackwardSm90(_BackwardMma):
     stages: int  # of q
     dout_stages: int
     dq_places: int  # for dq, of so many visits: 1 or 2
-    heads_together: int  # whose blocks are launched tile by tile
+    cache_bytes: int  # of q, dout and dq of heads whose blocks are launched tile by tile
+    heads_together: int  # with a band: at least
 
     @property
     def threads(self) -> int:

@@ -18,7 +18,7 @@ __all__ = ["BackwardTile", "Sm90", "Tile", "backward", "forward"]
 
 _MAX_HEAD_DIM = 256
 _LACKING = frozenset({"softcap", "dropout"})
-_TOGETHER = 512  # forward tiles: about four for each multiprocessor
+_CACHE_BYTES = 32 << 20  # of 50 MB of L2 cache: what is to stay there for a while
 
 
 class Tile(NamedTuple):
@@ -71,7 +71,7 @@ _BACKWARD = (
     BackwardTile(128, 64, 128, 1, 1, 2, 2, 2),
     BackwardTile(256, 64, 64, 2, 2, 2, 1, 1),
 )
-_HEADS_TOGETHER = 32  # their q, dout and dq find room in an L2 cache for a while
+_HEADS_TOGETHER = 16
 
 #: Padded head sizes; every size in between runs as the next one.
 _PADDED = (64, 96, 128, 192, 256)
@@ -144,7 +144,8 @@ def forward(traits: Traits, tile: Tile, options: frozenset[str] = frozenset()) -
         dim_v=dim_v,
         slots=tile.slots,
         stages=tile.stages,
-        together=_TOGETHER,
+        cache_bytes=_CACHE_BYTES,
+        heads_together=tile.tile_q // 4,
     )
     given: dict[str, Any] = {**dict.fromkeys(options, True)}
     return ForwardSm90(**shared, **given)
@@ -170,6 +171,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         stages=tile.stages,
         dout_stages=tile.dout_stages,
         dq_places=tile.dq_places,
+        cache_bytes=_CACHE_BYTES,
         heads_together=_HEADS_TOGETHER,
         **given,
     )

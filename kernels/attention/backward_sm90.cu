@@ -589,9 +589,21 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
 
 // --- Parts ---------------------------------------------------------------------------------------
 
+// Of so many heads blocks are launched tile by tile. Blocks of one head wait for one another, but
+// q, dout and the sums of dq, which go around the longest, are to stay in an L2 cache. Without a
+// band blocks of a head soon do not wait any more.
+__device__ __forceinline__ int64 heads_together(const Params& p) {
+    constexpr int kRowBytes = (plan::kDim + plan::kDimV) * static_cast<int>(sizeof(Element)) +
+                              plan::kDqDim * static_cast<int>(sizeof(float));
+    const bool even = p.window_left == kOpen && p.window_right == kOpen;
+    const int64 cache = plan::kCacheBytes;
+    return even ? max(heads_in<Queries>(p, cache, kRowBytes), int64{2})
+                : max(heads_in<Queries>(p, 2 * cache, kRowBytes), int64{plan::kHeadsTogether});
+}
+
 // Thread 0 says what there is to do. All lanes of its warp.
 __device__ __forceinline__ void take_notes(const Params& p, int64 index, Notes& notes) {
-    const int64 part = interleaved<Keys, plan::kTileKv>(p, index, plan::kHeadsTogether);
+    const int64 part = interleaved<Keys, plan::kTileKv>(p, index, heads_together(p));
     Work work = {slack(Keys(), 0, 0), 0, 0};
     const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
     if (threadIdx.x != 0) return;

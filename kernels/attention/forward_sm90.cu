@@ -157,11 +157,13 @@ __device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem,
 
 // Which part is done as the one of this index. Without a band tiles of one head take the same time,
 // and neighbours share keys and values. Otherwise those that take longest go first, of so many
-// heads that they have kTogether tiles.
+// heads that their keys and values find room in an L2 cache, or of kHeadsTogether if that is more:
+// while several blocks are at tiles of the same head, they share what is not in the cache, too.
 __device__ __forceinline__ int64 part_at(const Params& p, int64 index) {
-    constexpr int64 kMost = 16384 / plan::kDim;  // heads; more are worse, however short they are
+    constexpr int kRowBytes = (plan::kDim + plan::kDimV) * static_cast<int>(sizeof(Element));
     const bool even = p.window_left == kOpen && p.window_right == kOpen;
-    const int64 heads = min(heads_of<Queries, plan::kTileQ>(p, plan::kTogether), kMost);
+    const int64 heads =
+        max(heads_in<Keys>(p, plan::kCacheBytes, kRowBytes), int64{plan::kHeadsTogether});
     return interleaved<Queries, plan::kTileQ>(p, index, even ? 1 : heads);
 }
 

@@ -153,6 +153,17 @@ __device__ __forceinline__ int64 heads_of(const Params& p, int64 parts) {
     return (parts + tiles - 1) / tiles;
 }
 
+// So many heads that what is read of them again and again, of so many bytes a row of the side,
+// fills `cache` bytes; at least one.
+template <class Side>
+__device__ __forceinline__ int64 heads_in(const Params& p, int64 cache, int64 row_bytes) {
+    int64 rows = Side::rows(p);
+    if constexpr (plan::kPacked) {
+        if (p.cu_seqlens_q.at) rows = rows / max(p.batch, int64{1});  // of an entry, on average
+    }
+    return max(cache / (max(rows, int64{1}) * row_bytes), int64{1});
+}
+
 // Parts in another order: not head by head, but tile by tile of `together` heads. Tiles of a head
 // then start one after the other.
 template <class Side, int kTile>
