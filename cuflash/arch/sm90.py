@@ -38,7 +38,7 @@ _FORWARD = (
     Tile(64, 256, 64, 2, 4, 1, without=("softcap", "bias", "mask", "alibi", "dropout", "packed")),
     Tile(64, 192, 64, 2, 4, 1),
     Tile(64, 128, 64, 2, 4),
-    Tile(96, 128, 128, 2, 2, 1),
+    Tile(96, 128, 128, 2, 2, 1, without=("bias",)),
     Tile(96, 128, 64, 2, 2),
     Tile(128, 128, 128, 2, 2, 1),
     Tile(128, 128, 64, 2, 2),
@@ -71,7 +71,6 @@ _BACKWARD = (
     BackwardTile(128, 64, 128, 1, 1, 2, 2, 2),
     BackwardTile(256, 64, 64, 2, 2, 2, 1, 1),
 )
-_HEADS_TOGETHER = 16
 
 #: Padded head sizes; every size in between runs as the next one.
 _PADDED = (64, 96, 128, 192, 256)
@@ -172,7 +171,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         dout_stages=tile.dout_stages,
         dq_places=tile.dq_places,
         cache_bytes=_CACHE_BYTES,
-        heads_together=_HEADS_TOGETHER,
+        heads_together=2048 // tile.head_dim,
         **given,
     )
     packed = "packed" in options

@@ -596,9 +596,8 @@ __device__ __forceinline__ int64 heads_together(const Params& p) {
     constexpr int kRowBytes = (plan::kDim + plan::kDimV) * static_cast<int>(sizeof(Element)) +
                               plan::kDqDim * static_cast<int>(sizeof(float));
     const bool even = p.window_left == kOpen && p.window_right == kOpen;
-    const int64 cache = plan::kCacheBytes;
-    return even ? max(heads_in<Queries>(p, cache, kRowBytes), int64{2})
-                : max(heads_in<Queries>(p, 2 * cache, kRowBytes), int64{plan::kHeadsTogether});
+    return max(heads_in<Queries>(p, plan::kCacheBytes, kRowBytes),
+               int64{even ? 2 : plan::kHeadsTogether});
 }
 
 // Thread 0 says what there is to do. All lanes of its warp.

@@ -20,6 +20,7 @@
 #include "hw/sync.cuh"
 #include "parts/fragment.cuh"
 #include "parts/exponent.cuh"
+#include "parts/pipeline.cuh"
 #include "parts/special.cuh"
 #include "parts/work.cuh"
 
@@ -83,18 +84,26 @@ __device__ __forceinline__ void turn(State& state,
                                      int32 key,
                                      float factor,
                                      bool hides) {
+    bool cut = false;  // something of the tile is hidden from the warp
+    if constexpr (!kPlain) {
+        cut = uniform(score.hides(query, kRowsOfWarp, key, plan::kTileKv));
+    }
     float s[kSlabs][kKeys8][4];
     fragment::clear(s);
     fragment::add_a_bt(s, q, warp_row, k);
     if constexpr (kPlain && online::kFuses) {
-        if (online::fuses(state.rows, s, state.exponent, query, key)) {
+        if (online::fuses(state.rows, s, state.exponent, score, query, key)) {
             online::exponentials_of_products(s, state.rows, state.exponent, score, state.randoms,
                                              query, key);
             fragment::add_x_b(state.out, s, v);
             return;
         }
     }
-    if (kScored || !kPlain) online::finish_scores<!kPlain>(s, score, query, key);
+    if (!kPlain && cut) {
+        online::finish_scores<true>(s, score, query, key);
+    } else if (kScored) {
+        online::finish_scores<false>(s, score, query, key);
+    }
     const bool grows = online::outgrown(state.rows, s, factor);
     if (grows) {
         float scales[kRows];

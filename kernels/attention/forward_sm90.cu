@@ -530,7 +530,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
         state.adds = !starts;
     };
     if constexpr (kPlain && online::kFuses) {
-        if (!state.large && online::fuses(state.rows, s, state.exponent, query, key)) {
+        if (!state.large && online::fuses(state.rows, s, state.exponent, score, query, key)) {
             online::exponentials_of_products(s, state.rows, state.exponent, score, state.randoms,
                                              query, key);
             complete(false);
@@ -538,7 +538,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
         }
     }
     if (!kPlain && hides) {
-        online::finish_scores<true>(s, score, query, key);
+        online::finish_scores<true, true>(s, score, query, key);
     } else if (kScored) {
         online::finish_scores<false>(s, score, query, key);
     }
@@ -609,11 +609,10 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
                                  uniform(min(keys.all.last, own.all.last))};
         while (tile > first) {
             --tile;
-            bool looked_through = false, hides = false;
+            bool hides = false;
             if (!plain.holds(tile)) {
-                looked_through = uniform(keys.hides(tile));
                 if (!uniform(own.has(tile))) {
-                    pass(smem, state, at, looked_through);
+                    pass(smem, state, at, uniform(keys.hides(tile)));
                     continue;
                 }
                 hides = uniform(own.hides(tile));
@@ -630,7 +629,7 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
                 }
             }
             starts = false;
-            if (looked_through) add_special(p, smem, state, at, job, tile);
+            if (uniform(keys.hides(tile))) add_special(p, smem, state, at, job, tile);
         }
         arrive(smem.q_empty[place.at()]);  // no product reads these queries any more
         unfinished = true;

@@ -21,13 +21,10 @@ constexpr bool kFuses = (plan::kSoftcap || plan::kAlibi) && !plan::kBias;
 struct Exponent {
     float a, b, c;
     float largest;  // product; below 0: none
-    float inverse;  // of |a|
     float slope;
-    int32 offset;
 
     __device__ static __forceinline__ Exponent of(const Scores& score) {
-        Exponent e = {score.scale * softmax::kLog2e, 0.0f, 0.0f, 1e18f, 0.0f, 0.0f, 0};
-        e.inverse = hw::rcp_approx(fmaxf(fabsf(e.a), 1e-18f));
+        Exponent e = {score.scale * softmax::kLog2e, 0.0f, 0.0f, 1e18f, 0.0f};
         if constexpr (plan::kSoftcap) {
             if (score.cap > 0.0f) {
                 const float ratio = fabsf(score.scale) * hw::rcp_approx(score.cap);
@@ -38,16 +35,10 @@ struct Exponent {
         }
         if constexpr (plan::kAlibi) {
             e.slope = score.slope * softmax::kLog2e;
-            e.offset = score.offset;
         }
         // Not where factors overflow.
         if (!(fabsf(e.a) + fabsf(e.b) + fabsf(e.c) < 1e30f)) e.largest = -1.0f;
         return e;
-    }
-
-    // Of a key behind a query.
-    __device__ __forceinline__ float distance(int32 query, int32 key) const {
-        return static_cast<float>(query + offset - key);
     }
 };
 
@@ -56,9 +47,11 @@ template <int kSlabs, int kKeys8>
 __device__ __forceinline__ bool fuses(const LazyRow (&rows)[2 * kSlabs],
                                       const float (&s)[kSlabs][kKeys8][4],
                                       const Exponent& e,
+                                      const Scores& score,
                                       int32 query,
                                       int32 key) {
     bool fits = true;
+    const float inverse = hw::rcp_approx(fmaxf(fabsf(e.a), 1e-18f));
 #pragma unroll
     for (int r = 0; r < 2 * kSlabs; ++r) {
         // Positive numbers in the order of their bits, and negative ones in that of their sizes.
@@ -73,14 +66,14 @@ __device__ __forceinline__ bool fuses(const LazyRow (&rows)[2 * kSlabs],
         }
         float headroom = fmaf(rows[r].reference, softmax::kLog2e, softmax::kHeadroom);
         if constexpr (plan::kAlibi) {
-            const float first = e.distance(row_at(query, r), key);
+            const float first = static_cast<float>(score.distance(row_at(query, r), key));
             const float last = first - static_cast<float>(8 * kKeys8 - 1);
             const float nearest = fminf(fabsf(first), fabsf(last));
             const float furthest = fmaxf(fabsf(first), fabsf(last));
             headroom = fmaf(e.slope, e.slope < 0.0f ? furthest : nearest, headroom);
             fits = fits && (last >= 0.0f || first <= 0.0f);  // all keys on one side
         }
-        const float limit = fminf(headroom * e.inverse, e.largest);
+        const float limit = fminf(headroom * inverse, e.largest);
         const int size = max(positive, static_cast<int>(any & 0x7fffffffu));
         fits = fits && size <= __float_as_int(limit);
     }
@@ -100,7 +93,8 @@ __device__ __forceinline__ void exponentials_of_products(float (&s)[kSlabs][kKey
     for (int r = 0; r < 2 * kSlabs; ++r) {
         float added = -rows[r].shift(softmax::kLog2e), step = 0.0f;
         if constexpr (plan::kAlibi) {
-            const float first = e.distance(row_at(query, r), key + fragment::col_of(0));
+            const auto first =
+                static_cast<float>(score.distance(row_at(query, r), key + fragment::col_of(0)));
             step = first > 0.0f ? e.slope : -e.slope;
             added = fmaf(-step, first, added);
         }

@@ -14,14 +14,8 @@ struct TileRange {
     __device__ __forceinline__ bool holds(int32 tile) const { return first <= tile && tile < last; }
 };
 
-// The keys that one query sees by its position.
-struct KeysOfQuery {
-    int32 first;
-    uint32 count;
-
-    __device__ __forceinline__ bool holds(int32 key) const {
-        return static_cast<uint32>(key) - static_cast<uint32>(first) < count;
-    }
+struct Range {
+    int32 first, end;  // [first, end); empty if end is not larger
 };
 
 struct Band {
@@ -51,12 +45,14 @@ struct Band {
                key < seqlen_kv;
     }
 
-    // The same of all keys, with one compare for each.
-    __device__ __forceinline__ KeysOfQuery keys_of(int32 query) const {
-        const int32 first = max(query + first_diagonal, 0);
-        const int32 last = min(query + last_diagonal, seqlen_kv - 1);
-        const bool any = query < seqlen_q && last >= first;
-        return {first, any ? static_cast<uint32>(last - first) + 1u : 0u};
+    // The keys that a query sees, and the queries that see a key.
+    __device__ __forceinline__ Range keys_of(int32 query) const {
+        const int32 end = min(query + last_diagonal + 1, seqlen_kv);
+        return {max(query + first_diagonal, 0), query < seqlen_q ? end : 0};
+    }
+    __device__ __forceinline__ Range queries_of(int32 key) const {
+        const int32 end = min(key - first_diagonal + 1, seqlen_q);
+        return {max(key - last_diagonal, 0), key < seqlen_kv ? end : 0};
     }
 
     // Does every query of [query, query + queries) see every key of [key, key + keys)?

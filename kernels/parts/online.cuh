@@ -6,6 +6,7 @@
 // fragment::col_of(i): of 2 kSlabs rows, row r being r % 2 * 8 down in slab r / 2.
 #pragma once
 #include "hw/sync.cuh"
+#include "parts/columns.cuh"
 #include "parts/fragment.cuh"
 #include "parts/score.cuh"
 #include "parts/softmax_lazy.cuh"
@@ -77,8 +78,9 @@ __device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scor
     }
 }
 
-// Products become scores; the pairs begin at (query, key).
-template <bool kHides, int kSlabs, int kKeys8>
+// Products become scores; the pairs begin at (query, key). kBits: those that are hidden are looked
+// up as bits, which is quicker than a compare each, but takes more registers.
+template <bool kHides, bool kBits = false, int kSlabs, int kKeys8>
 __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
                                               const Scores& score,
                                               int32 query,
@@ -93,7 +95,9 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
 #pragma unroll
     for (int r = 0; r < 2 * kSlabs; ++r) {
         const int32 row = row_at(query, r);
-        const KeysOfQuery keys = score.band.keys_of(row);
+        const Range keys = score.band.keys_of(row);
+        const uint32 bits = kHides && kBits ? columns::inside(keys, key) : 0;
+        const auto count = static_cast<uint32>(max(keys.end - keys.first, 0));
         // Of the first key; exact as long as sequences are shorter than 2^24.
         float distance = 0.0f;
         if constexpr (plan::kAlibi) {
@@ -106,7 +110,11 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
                 float& x = s[r / 2][n][r % 2 * 2 + i];
                 const int32 col = key + 8 * n + fragment::col_of(i);
                 bool seen = true;
-                if constexpr (kHides) seen = keys.holds(col);
+                if constexpr (kHides) {
+                    seen = kBits
+                               ? columns::holds(bits, n, i)
+                               : static_cast<uint32>(col) - static_cast<uint32>(keys.first) < count;
+                }
                 if constexpr (kHides && plan::kMask) seen = seen && score.unmasked(row, col);
                 if constexpr (plan::kBias) {
                     const float added = seen ? score.bias_at(row, col) : 0.0f;

@@ -2,6 +2,7 @@
 // A tile of products becomes probabilities and gradients of scores, in the backward: on fragments
 // (fragment.cuh) whose rows are keys and whose columns are queries.
 #pragma once
+#include "parts/columns.cuh"
 #include "parts/fragment.cuh"
 #include "parts/gradient_mma.cuh"
 #include "parts/score.cuh"
@@ -42,11 +43,20 @@ __device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
                                      int32 key) {
     if (kScored) return;
     const float hidden = hidden_product(score);
-    for_each_pair<kSlabs, kQueries8>(query, key,
-                                     [&](int slab, int n, int i, int32 at_query, int32 at_key) {
-                                         if (!score.visible(at_query, at_key))
-                                             s[slab][n][i] = hidden;
-                                     });
+    uint32 seen[kSlabs][2];  // of a lane's keys
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int32 row = key + fragment::kSlab * slab + fragment::row_of(2 * r);
+            seen[slab][r] = columns::inside(score.band.queries_of(row), query);
+        }
+    }
+    for_each_pair<kSlabs, kQueries8>(
+        query, key, [&](int slab, int n, int i, int32 at_query, int32 at_key) {
+            if (!columns::holds(seen[slab][i / 2], n, i % 2) || !score.shown(at_query, at_key))
+                s[slab][n][i] = hidden;
+        });
 }
 
 // Products become weights (P after dropout) and gradients of scores. Those of hidden pairs are 0,

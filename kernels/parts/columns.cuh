@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which columns of a fragment (fragment.cuh) lie in a range, for all that a lane has of a row at
+// once: bit 2 n + i is column 8 n + fragment::col_of(i). Predicates are then set by the bits of a
+// register, seven at a time, instead of by a compare each.
+#pragma once
+#include "parts/fragment.cuh"
+#include "parts/mask.cuh"
+
+namespace columns {
+
+// How many columns behind `first`, that of bit 0, come before `end`.
+__device__ __forceinline__ int before(int32 end, int32 first) {
+    const int32 distance = max(end - first, 0);
+    return distance / 8 * 2 + min(distance % 8, 2);
+}
+
+// The first `count` bits of 32.
+__device__ __forceinline__ uint32 first_bits(int count) {
+    return count < 32 ? (1u << count) - 1u : ~0u;
+}
+
+// Those in a range; `col` is the first column of the fragment, which has 16 times 8 at most.
+__device__ __forceinline__ uint32 inside(const Range& range, int32 col) {
+    const int32 first = hw::forget(col) + fragment::col_of(0);
+    return first_bits(before(range.end, first)) & ~first_bits(before(range.first, first));
+}
+
+__device__ __forceinline__ bool holds(uint32 bits, int n, int i) { return bits >> (2 * n + i) & 1; }
+
+}  // namespace columns
