@@ -112,6 +112,11 @@ def _small(
     )
 
 
+def _named(options: tuple[str, ...]) -> str:
+    """Return how a row's name says what options its kernels have code for."""
+    return ("-options" if options == FEATURES else "-" + "-".join(options)) if options else ""
+
+
 def _small_mma(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str, ...] = ()) -> Row:
     tile_q, tile_kv, warps = _MMA_TILES[tile]
     forward = ForwardMma(
@@ -125,7 +130,7 @@ def _small_mma(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str, 
         aligned=0,  # see run.using
         **dict.fromkeys(options, True),
     )
-    name = f"{dtype}-mma-{tile}-{dim}x{dim_v}" + ("-options" if options else "")
+    name = f"{dtype}-mma-{tile}-{dim}x{dim_v}{_named(options)}"
     traits = Traits(DTYPES[dtype], dim, dim_v, options, 0)
     small = mma.BackwardTile(max(dim, dim_v), *_MMA_BACKWARD_TILES[tile])
     others = [
@@ -156,7 +161,7 @@ _MMA_BACKWARD_TILES = {
 def _small_sm90(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str, ...] = ()) -> Row:
     traits = Traits(DTYPES[dtype], dim, dim_v, options)
     small = sm90.Tile(max(dim, dim_v), *_SM90_TILES[tile])
-    name = f"{dtype}-sm90-{tile}-{dim}x{dim_v}" + ("-options" if options else "")
+    name = f"{dtype}-sm90-{tile}-{dim}x{dim_v}{_named(options)}"
     forward = (sm90.forward(traits, small, frozenset(options)),)
     small_backward = sm90.BackwardTile(*_SM90_BACKWARD_TILES[tile])
     backward = sm90.backward(traits, small_backward, frozenset(options))
@@ -267,6 +272,11 @@ OPTION_ROWS = [
     _small_mma("bfloat16", "warps", 16, 32, FEATURES),
     _small_sm90("float16", "two", 64, 64, FEATURES),
     _small_sm90("bfloat16", "one", 64, 64, FEATURES),
+    # Scores that are made between exponentials.
+    _small_mma("bfloat16", "warps", 16, 32, ("softcap", "alibi")),
+    _small_mma("float16", "slabs", 32, 16, ("softcap",)),
+    _small_sm90("float16", "one", 64, 64, ("softcap", "alibi")),
+    _small_sm90("bfloat16", "two", 64, 64, ("alibi",)),
     *(shipped(dtype, 64, 64, options=FEATURES) for dtype in DTYPES),
     shipped("float32", 64, 64, options=("packed",)),
     shipped("float32", 64, 64, options=("bias",)),

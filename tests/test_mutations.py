@@ -54,6 +54,8 @@ _FRAGMENT = "parts/fragment.cuh"
 _SPECIAL = "parts/special.cuh"
 _LAZY = "parts/softmax_lazy.cuh"
 _ONLINE = "parts/online.cuh"
+_EXPONENT = "parts/exponent.cuh"
+_COLUMNS = "parts/columns.cuh"
 _TRANSPOSED = "parts/transposed.cuh"
 _HANDED = "parts/gradient_mma.cuh"
 _SM90 = "attention/forward_sm90.cu"
@@ -1229,6 +1231,30 @@ MUTANTS = [
         ]
     ),
     *(
+        Mutant(name, _EXPONENT, old, new, kernels="sm90 forward", options=True, row="softcap-alibi")
+        for name, old, new in [
+            ("polynomial-beyond-its-range", "fminf(headroom * inverse, e.largest)", "headroom"),
+            (
+                "negative-products-of-any-size",
+                "max(positive, static_cast<int>(any & 0x7fffffffu))",
+                "positive",
+            ),
+            ("keys-on-both-sides", "(last >= 0.0f || first <= 0.0f)", "true"),
+        ]
+    ),
+    *(
+        Mutant(name, _COLUMNS, old, new, kernels=f"sm90 {direction}", row="one")
+        for direction, name, old, new in [
+            (
+                "forward",
+                "odd-columns-behind-the-end",
+                "min(distance % 8, 2)",
+                "2 * min(distance % 8, 1)",
+            ),
+            ("backward", "columns-before-the-first", "& ~first_bits", "| 0 & first_bits"),
+        ]
+    ),
+    *(
         Mutant(name, _GRADIENTS_SM90, old, new, kernels="sm90 backward", by=by, row=row)
         for name, by, row, old, new in [
             (
@@ -1288,6 +1314,7 @@ PLANS = {
     ("sm90", True): [
         "float16-sm90-two-64x64-options",
         "bfloat16-sm90-one-64x64-options",
+        "float16-sm90-one-64x64-softcap-alibi",
     ],
 }
 
