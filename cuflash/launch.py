@@ -18,21 +18,21 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from . import arrays, compile, device, host, select
+from . import arrays, compile, device, host, realign, select
 from .arrays import Form, View
 from .layout import Layout
 from .merge import Merge, Parts
 from .params import (
     ADDRESSES,
+    COPY_ADDRESSES,
     SEED,
     Operands,
-    has_boxes,
     pack,
+    pack_copies,
     pack_merge,
-    row_alignment,
     tensor_map,
 )
-from .plan import MAPS_AT, TMA_PARAMS_BYTES, Box, KernelPlan, MergeStates
+from .plan import MAPS_AT, TMA_PARAMS_BYTES, Box, KernelPlan, MergeStates, Plan, Realign
 from .problem import Arrays, Problem, Traits
 from .tensormap import MAP_BYTES
 
@@ -85,34 +85,59 @@ def _runs(plan: KernelPlan, results: Container[str]) -> bool:
     return not plan.results or any(name in results for name in plan.results)
 
 
-def _scratch(plans: Iterable[KernelPlan], problem: Problem) -> tuple[dict[str, int], int]:
+def _scratch(needs: Iterable[Mapping[str, int]]) -> tuple[dict[str, int], int]:
     """Return where each array of the workspace begins, and the bytes of them all."""
     offsets, size = {}, 0
-    for plan in plans:
-        for name, need in plan.scratch(problem).items():
+    for need in needs:
+        for name, nbytes in need.items():
             offsets[name] = size
-            size += -(-need // 16) * 16
+            size += -(-nbytes // 16) * 16
     return offsets, size
 
 
-class _Recipe(NamedTuple):
-    """All that calls of one kind share: everything but addresses and the seed."""
+class _Words(NamedTuple):
+    """The bytes of a struct of parameters, and the words of it that are addresses."""
 
-    kernels: tuple[tuple[Any, int], ...]  # with their blocks, in order
-    params: bytes  # addresses are still to be written over
-    addresses: tuple[tuple[int, int], ...]  # the word of Params, and which operand it points to
-    scratch: tuple[tuple[int, int], ...]  # the word of Params, and where in the workspace it points
-    scratch_bytes: int
-    maps: tuple[_Map, ...]
-    takes_tickets: bool
+    params: bytes
+    addresses: tuple[tuple[int, int], ...]  # the word, and which operand it points to
+    scratch: tuple[tuple[int, int], ...]  # the word, and where in the workspace it points
+
+    def write(self, room: _Params, views: tuple[View | None, ...], start: int) -> None:
+        """Write the struct of a call whose workspace begins at `start`."""
+        words = room.words
+        room.view[:] = self.params
+        for word, operand in self.addresses:
+            words[word] = views[operand].address  # type: ignore[union-attr]
+        for word, offset in self.scratch:
+            words[word] = start + offset
 
 
 class _Map(NamedTuple):
     """A map of a tensor that a kernel of the call takes."""
 
     place: int  # in TmaParams
-    operand: int
+    word: int  # of Params, where the tensor's address is
     encode: Callable[[int], bytes]  # for an address; remembers the latest
+
+
+class _Copies(NamedTuple):
+    """A launch of `Realign`."""
+
+    kernel: Any
+    blocks: int
+    words: _Words
+
+
+class _Recipe(NamedTuple):
+    """All that calls of one kind share: everything but addresses and the seed."""
+
+    kernels: tuple[tuple[Any, int], ...]  # with their blocks, in order
+    words: _Words
+    scratch_bytes: int
+    maps: tuple[_Map, ...]
+    takes_tickets: bool
+    before: _Copies | None  # of what kernels load
+    after: _Copies | None  # of results
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,38 +152,75 @@ def _recipe(
     """Work out a kind of call; `forms` are those of the operands, in order."""
     names = Operands._fields
     given = {name: Form(*x) for name, x in zip(names, forms, strict=True) if x is not None}
-    group = problem.dtype.group
-    copied = ("q", "k", "v") if direction == "forward" else ("q", "k", "v", "out", "dout")
-    aligned = min(row_alignment(given[name], layout, group) for name in copied)
-    moved = [given[name] for name in ("q", "k", "v", "out", "dout") if name in given]
-    boxes = all(row_alignment(x, layout, group) == 16 and has_boxes(x, layout) for x in moved)
-    traits = problem.traits._replace(aligned=aligned, boxes=boxes)
+    places = realign.places(
+        direction,
+        problem,
+        layout,
+        given,
+        lambda traits: tuple(
+            plan for plan in _plan(direction, traits, index) if plan.results and _runs(plan, results)
+        ),
+    )
+    used = {**given, **places}
+    traits = realign.traits(direction, problem, layout, used)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
-    offsets, size = _scratch([plan for plan, _ in steps], problem)
+    sizes = {name: realign.nbytes(place) for name, place in places.items()}
+    offsets, size = _scratch([*(plan.scratch(problem) for plan, _ in steps), sizes])
     room = bytearray(TMA_PARAMS_BYTES)
-    pack(room, problem, layout, Operands(**given, **offsets))  # type: ignore[arg-type]
-    facts = device.CPU if index is None else device.gpu(index)
+    pack(room, problem, layout, Operands(**{**offsets, **used}))  # type: ignore[arg-type]
+    facts = _facts(index)
     blocks = [
         min(plan.parts(problem), facts.sms if plan.persistent else _MAX_BLOCKS) for plan, _ in steps
     ]
     maps = [
         _Map(
             MAPS_AT + n * MAP_BYTES,
-            names.index(name),
-            _encoder(given[name], problem.dtype.name, layout, box, index is None),
+            ADDRESSES[name],
+            _encoder(used[name], problem.dtype.name, layout, box, index is None),
         )
         for plan, _ in steps
         for n, (name, box) in enumerate(plan.boxes().items())
     ]
+    kind = problem.dtype.name, layout, index, given, places, offsets
     return _Recipe(
         tuple((kernel, n) for (_, kernel), n in zip(steps, blocks, strict=True) if n),
-        bytes(room),
-        tuple((ADDRESSES[name], names.index(name)) for name in given),
-        tuple((ADDRESSES[name], offset) for name, offset in offsets.items()),
+        _Words(
+            bytes(room),
+            tuple((ADDRESSES[name], names.index(name)) for name in given if name not in places),
+            tuple((ADDRESSES[name], offset) for name, offset in offsets.items()),
+        ),
         size,
         tuple(maps),
         any(plan.persistent for plan, _ in steps),
+        _copies([name for name in places if name not in results], False, *kind),
+        _copies([name for name in places if name in results], True, *kind),
     )
+
+
+def _copies(
+    names: list[str],
+    back: bool,
+    dtype: str,
+    layout: Layout,
+    index: int | None,
+    given: Mapping[str, Form],
+    places: Mapping[str, Form],
+    offsets: Mapping[str, int],
+) -> _Copies | None:
+    """Return the launch that copies arrays to their places in workspace, or back from there."""
+    if not names:
+        return None
+    plan = Realign(dtype)
+    room = bytearray(plan.params_bytes)
+    step = -1 if back else 1
+    parts = pack_copies(room, plan, [(given[x], places[x])[::step] for x in names], layout)
+    addresses, scratch = [], []
+    for name, words in zip(names, COPY_ADDRESSES, strict=False):
+        array, place = words[::step]
+        addresses.append((array, Operands._fields.index(name)))
+        scratch.append((place, offsets[name]))
+    struct = _Words(bytes(room), tuple(addresses), tuple(scratch))
+    return _Copies(compile.kernel(plan, _facts(index), index), min(parts, _MAX_BLOCKS), struct)
 
 
 def _encoder(
@@ -208,8 +270,13 @@ class _Params(threading.local):
         self._list = (ctypes.c_void_p * 1)(ctypes.addressof(self.bytes))
         self.list = ctypes.addressof(self._list)
 
+    def given(self, on_cpu: bool) -> Any:
+        """Return what a launch takes."""
+        return self.bytes.raw if on_cpu else self.list
+
 
 _params, _merge_params = _Params(TMA_PARAMS_BYTES), _Params(MergeStates.params_bytes)
+_copy_params = _Params(Realign.params_bytes)
 
 
 def _stream() -> Any:
@@ -264,14 +331,10 @@ def _run(
             _captured.append(owner)
     room = _params
     words = room.words
-    room.view[:] = recipe.params
-    for word, operand in recipe.addresses:
-        words[word] = views[operand].address  # type: ignore[union-attr]
-    for word, offset in recipe.scratch:
-        words[word] = start + offset
+    recipe.words.write(room, views, start)
     words[SEED] = problem.seed
-    for place, operand, encode in recipe.maps:
-        room.view[place : place + MAP_BYTES] = encode(views[operand].address)  # type: ignore
+    for place, word, encode in recipe.maps:
+        room.view[place : place + MAP_BYTES] = encode(words[word])
     counter = None
     if recipe.takes_tickets:
         if stream is None or i.device is None:
@@ -293,12 +356,23 @@ def _run(
         if counter is not None:
             at = counter.ctypes.data
             buffers.append(("tickets", at, at + counter.nbytes, True))
-        call: tuple[Any, ...] = room.bytes.raw, buffers, host_seed()
+        rest: tuple[Any, ...] = buffers, host_seed()
     else:
-        call = room.list, stream.ptr
+        rest = (stream.ptr,)
+    _copy(recipe.before, views, start, rest)
+    given = room.given(stream is None)
     for kernel, blocks in recipe.kernels:
-        kernel.launch(blocks, *call)
+        kernel.launch(blocks, given, *rest)
+    _copy(recipe.after, views, start, rest)
     del owner, cu_q, cu_kv  # not before here: their memory may be given away
+
+
+def _copy(
+    copies: _Copies | None, views: tuple[View | None, ...], start: int, rest: tuple[Any, ...]
+) -> None:
+    if copies is not None:
+        copies.words.write(_copy_params, views, start)
+        copies.kernel.launch(copies.blocks, _copy_params.given(len(rest) > 1), *rest)
 
 
 def forget() -> None:
@@ -343,8 +417,11 @@ def merge(problem: Merge, parts: Parts, out: View, lse: View) -> None:
 def _merge_kernel(dtype: str, index: int | None) -> tuple[MergeStates, Any]:
     """Return the plan of a merge with its kernel, ready to launch on one device."""
     plan = MergeStates(dtype)
-    facts = device.CPU if index is None else device.gpu(index)
-    return plan, compile.kernel(plan, facts, index)
+    return plan, compile.kernel(plan, _facts(index), index)
+
+
+def _facts(index: int | None) -> device.Device:
+    return device.CPU if index is None else device.gpu(index)
 
 
 def _on_device(x: View) -> View:
@@ -356,13 +433,17 @@ def _on_device(x: View) -> View:
     return copy
 
 
+def _plan(direction: Literal["forward", "backward"], traits: Traits, index: int | None) -> Plan:
+    return select.choose(direction, traits, _facts(index))
+
+
 @functools.cache
 def _steps(
     direction: Literal["forward", "backward"], traits: Traits, index: int | None
 ) -> tuple[tuple[KernelPlan, Any], ...]:
     """Return the plans of a call with their kernels, ready to launch on one device."""
-    facts = device.CPU if index is None else device.gpu(index)
-    plan = select.choose(direction, traits, facts)
+    facts = _facts(index)
+    plan = _plan(direction, traits, index)
     if os.environ.get("CUFLASH_DEBUG"):
         for kernel in plan:
             print(

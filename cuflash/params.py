@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes of the structs that kernels take: same fields, same order.
 
-Params of ``kernels/attention/params.cuh``, and MergeParams of ``merge_states.cu`` beside it.
+Params of ``kernels/attention/params.cuh``; MergeParams of ``merge_states.cu`` and RealignParams of
+``realign.cu`` beside it.
 """
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .arrays import Form, View
 from .layout import Layout
 from .merge import Merge, Parts
-from .plan import PARAMS_BYTES, Box, MergeStates, dbias_split
+from .plan import PARAMS_BYTES, Box, MergeStates, Realign, dbias_split
 from .problem import Problem
 from .tensormap import TensorMap
 
 __all__ = [
     "ADDRESSES",
+    "COPY_ADDRESSES",
     "SEED",
     "Operands",
     "has_boxes",
     "pack",
+    "pack_copies",
     "pack_merge",
     "row_alignment",
     "tensor_map",
@@ -210,6 +215,51 @@ def _heads(x: View | Form) -> tuple[int, ...]:
     """Return struct HeadTensor."""
     batch = x.strides[0] // x.itemsize if len(x.shape) == 2 and x.shape[0] > 1 else 0
     return x.address, batch, x.strides[-1] // x.itemsize
+
+
+# --- realign --------------------------------------------------------------------------------------
+
+
+def pack_copies(
+    buffer: Any, plan: Realign, copies: Sequence[tuple[Form, Form]], layout: Layout
+) -> int:
+    """Write struct RealignParams into `buffer`; returns how many blocks there are to launch.
+
+    Each copy goes from an array to another one, of which one has longer rows.
+    """
+    fields: list[int] = []
+    parts = 0
+    for source, to in copies:
+        # An axis that is broadcast in what is written is written once.
+        lengths = [1 if stride == 0 else n for n, stride in zip(to.shape, to.strides, strict=True)]
+        *_, middle, inner, width = lengths
+        rows, groups = math.prod(lengths[:-1]), -(-width // plan.group)
+        cols = min(source.shape[-1], width)
+        fields += (*_side(source, layout), *_side(to, layout), rows, middle, inner, cols, groups)
+        parts += plan.parts(rows * groups)
+    fields += _NO_COPY * (plan.max_copies - len(copies))
+    _COPIES.pack_into(buffer, 0, *fields, parts)
+    return parts
+
+
+_COPY = 2 * "Q5q" + "q4i"
+_COPIES = struct.Struct("=" + Realign.max_copies * _COPY + "q")
+assert _COPIES.size == Realign.params_bytes
+
+_NO_COPY = (0,) * 17
+
+#: Where the addresses of each copy's two arrays lie in RealignParams, in words of 8 bytes.
+COPY_ADDRESSES = tuple(
+    (at, at + 6) for at in (n * struct.calcsize("=" + _COPY) // 8 for n in range(Realign.max_copies))
+)
+
+
+def _side(x: Form, layout: Layout) -> tuple[int, ...]:
+    """Return struct Side, without its address."""
+    outer, middle, inner, dim = ((0,) * (4 - len(x.strides)) + x.strides)[-4:]
+    size = x.itemsize
+    vectors = row_alignment(x, layout, 1) == 16
+    return 0, outer // size, middle // size, inner // size, dim // size, vectors
 
 
 # --- merge_states ---------------------------------------------------------------------------------

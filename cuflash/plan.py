@@ -3,7 +3,8 @@
 
 A call runs the kernels of its plan one after the other, all with the same Params. Each record below
 belongs to one file of ``kernels/attention/``; its fields become ``plan::kTileQ`` and so on there.
-`MergeStates` is the kernel of a call of its own, with parameters of its own.
+`MergeStates` is the kernel of a call of its own, and `Realign` runs around the others; these two
+have parameters of their own.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ __all__ = [
     "KernelPlan",
     "MergeStates",
     "Plan",
+    "Realign",
     "SumParts",
     "UnitPlan",
     "dbias_split",
@@ -645,3 +647,31 @@ class MergeStates(UnitPlan):
         """Return the bytes of MergeParams' states and sums, which several launches share."""
         size = merge.dtype.accum.itemsize
         return merge.rows * 2 * size, merge.rows * merge.dim * size
+
+
+@dataclass(frozen=True)
+class Realign(UnitPlan):
+    """``realign.cu``: a thread copies some groups of 16 bytes.
+
+    Runs before a call's kernels, and again behind them if results are to be copied.
+    """
+
+    kernel = "realign"
+    params = "RealignParams"
+    params_bytes = 608
+
+    max_copies: int = 5
+    groups_per_thread: int = 4
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+    @property
+    def group(self) -> int:
+        """Elements that are moved at once."""
+        return 16 // DTYPES[self.dtype].itemsize
+
+    def parts(self, groups: int) -> int:
+        """Return how many blocks a copy of so many groups has."""
+        return _ceil(groups, self.threads * self.groups_per_thread)

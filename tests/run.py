@@ -14,7 +14,7 @@ from unittest import mock
 from check import Inputs
 
 import cuflash
-from cuflash import compile, device, host, launch, select
+from cuflash import device, host, launch, realign, select
 from cuflash.plan import Plan
 from cuflash.problem import Traits
 
@@ -27,23 +27,26 @@ def using(forward_plan: Plan, backward_plan: Plan) -> Iterator[None]:
     load, such as empty ones, get what `select` would choose.
     """
 
-    def steps(
+    def plan(
         direction: Literal["forward", "backward"], traits: Traits, index: int | None
-    ) -> list[Any]:
+    ) -> Plan:
         where = device.CPU if index is None else device.gpu(index)
         wanted = forward_plan if direction == "forward" else backward_plan
         if not traits.boxes and any(kernel.boxes() for kernel in wanted):
             wanted = select.choose(direction, traits, where)
-        plan = [
+        return tuple(
             dataclasses.replace(kernel, aligned=traits.aligned)
             if hasattr(kernel, "aligned")
             else kernel
             for kernel in wanted
-        ]
-        return [(kernel, compile.kernel(kernel, where, index)) for kernel in plan]
+        )
 
-    with stepping(steps):
-        yield
+    try:
+        launch.forget()
+        with mock.patch.object(launch, "_plan", plan):
+            yield
+    finally:
+        launch.forget()
 
 
 @contextlib.contextmanager
@@ -52,6 +55,17 @@ def stepping(steps: Any) -> Iterator[None]:
     try:
         launch.forget()
         with mock.patch.object(launch, "_steps", steps):
+            yield
+    finally:
+        launch._recipe.cache_clear()
+
+
+@contextlib.contextmanager
+def copying(min_length: int = 1) -> Iterator[None]:
+    """Copy arrays that cannot be moved by 16 bytes in calls of so many queries and keys."""
+    try:
+        launch._recipe.cache_clear()
+        with mock.patch.object(realign, "MIN_LENGTH", min_length):
             yield
     finally:
         launch._recipe.cache_clear()
