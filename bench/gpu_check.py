@@ -76,7 +76,7 @@ TOOLS = {
 HOPPER_KERNELS = {"forward_sm90", "backward_rows_sm90", "backward_sm90"}
 KERNELS = HOPPER_KERNELS | {
     *("forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"),
-    *("backward_dbias_simt", "sum_parts", "dsinks", "merge_states"),
+    *("backward_dbias_simt", "sum_parts", "dsinks", "merge_states", "realign"),
     *("forward_mma", "backward_rows_mma", "backward_mma", "backward_dq_mma"),
 }
 
@@ -84,6 +84,7 @@ _MODULES = (
     "plan",
     "select",
     "launch",
+    "realign",
     "params",
     "merge",
     "compile",

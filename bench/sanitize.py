@@ -65,6 +65,7 @@ CASES = (
     Case("two head sizes", (66, 100), (2, 1), (192, 128)),
     Case("largest head size", (35, 67), (2, 1), (512, 512), CAUSAL),
     Case("odd head sizes", (65, 65), (3, 1), (7, 5), {"window": (9, 0), "layout": "bhsd"}),
+    Case("odd head sizes, copied", (257, 258), (2, 1), (41, 35)),
     Case("strided", (70, 90), (2, 2), (64, 40), CAUSAL, batch=2, strided=True),
     Case("no batch axis", (33, 65), (2, 1), (64, 64), batch=None),
     Case("no queries", (0, 5), (1, 1), (16, 16)),

@@ -158,7 +158,9 @@ def _recipe(
         layout,
         given,
         lambda traits: tuple(
-            plan for plan in _plan(direction, traits, index) if plan.results and _runs(plan, results)
+            plan
+            for plan in _plan(direction, traits, index)
+            if plan.results and _runs(plan, results)
         ),
     )
     used = {**given, **places}

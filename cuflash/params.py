@@ -250,7 +250,8 @@ _NO_COPY = (0,) * 17
 
 #: Where the addresses of each copy's two arrays lie in RealignParams, in words of 8 bytes.
 COPY_ADDRESSES = tuple(
-    (at, at + 6) for at in (n * struct.calcsize("=" + _COPY) // 8 for n in range(Realign.max_copies))
+    (at, at + 6)
+    for at in (n * struct.calcsize("=" + _COPY) // 8 for n in range(Realign.max_copies))
 )
 
 

@@ -27,6 +27,7 @@ from cuflash.plan import (
     ForwardSm90,
     MergeStates,
     Plan,
+    Realign,
     SumParts,
     UnitPlan,
 )
@@ -319,6 +320,8 @@ def cubins(full: bool = False) -> list[tuple[str, UnitPlan]]:
     for i, (name, where) in enumerate(others):
         for dtype in DTYPES:
             found[name, MergeStates(dtype)] = None
+            if DTYPES[dtype].itemsize == 2 and where.capability >= (8, 0):
+                found[name, Realign(dtype)] = None
         for j, head_dim in enumerate(HEAD_DIMS):
             for k, dtype in enumerate(DTYPES):
                 if full or (i + j) % len(DTYPES) == k:

@@ -27,9 +27,7 @@ def using(forward_plan: Plan, backward_plan: Plan) -> Iterator[None]:
     load, such as empty ones, get what `select` would choose.
     """
 
-    def plan(
-        direction: Literal["forward", "backward"], traits: Traits, index: int | None
-    ) -> Plan:
+    def plan(direction: Literal["forward", "backward"], traits: Traits, index: int | None) -> Plan:
         where = device.CPU if index is None else device.gpu(index)
         wanted = forward_plan if direction == "forward" else backward_plan
         if not traits.boxes and any(kernel.boxes() for kernel in wanted):

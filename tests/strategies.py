@@ -75,16 +75,16 @@ def _side(rng: random.Random, seqlen_q: int, seqlen_kv: int, tile_kv: int) -> in
     return rng.choice([rng.randint(0, tile_kv), distance, distance])
 
 
-def cases(row: Row) -> st.SearchStrategy[Case]:
-    """Draw a call that the plans of `row` can serve.
+def cases(row: Row, any_strides: bool = False) -> st.SearchStrategy[Case]:
+    """Draw a call that the plans of `row` can serve, at once or with `any_strides` after copies.
 
     All of it follows from one number. Of what is drawn field by field hypothesis copies one field
     over another, once it has ten examples, and most that come then differ little from those.
     """
-    return st.integers(0, 2**24 - 1).map(lambda number: case_of(row, number))
+    return st.integers(0, 2**24 - 1).map(lambda number: case_of(row, number, any_strides))
 
 
-def case_of(row: Row, number: int) -> Case:
+def case_of(row: Row, number: int, any_strides: bool = False) -> Case:
     """Return the call with a number."""
     rng = random.Random(f"{row.name} {number}")
     tile_q, tile_kv = row.tile
@@ -94,8 +94,9 @@ def case_of(row: Row, number: int) -> Case:
     if packed:  # so that entries span several tiles too
         seqlen_q, seqlen_kv = seqlen_q + _length(rng, tile_q), seqlen_kv + _length(rng, tile_kv)
     # Elements that can be moved at once. 4 take a compilation of their own, for small plans only.
-    piece = rng.choice([8] if row.boxes else [1, 8] if "shipped" in row.name else [1, 4, 8])
-    views = BOXES if row.boxes else VIEWS if piece == 1 else WHOLE_VIEWS
+    boxes = row.boxes and not any_strides
+    piece = rng.choice([8] if boxes else [1, 8] if "shipped" in row.name else [1, 4, 8])
+    views = BOXES if boxes else VIEWS if piece == 1 else WHOLE_VIEWS
     more = ["poison"] * 5 + ["growing", "far", "far"] * (not options)
     values = rng.choice([*VALUES, *more])
     sides = [_side(rng, seqlen_q, seqlen_kv, tile_kv) for _ in range(2)]

@@ -17,7 +17,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cuflash"
 
 #: Imports only point down this list. Leaves import each other where it is said.
-ORDER = ["__init__", "api", "calls", "launch", "params", "compile", "select", "arch", "plan"]
+ORDER = [
+    "__init__",
+    "api",
+    "calls",
+    "launch",
+    "realign",
+    "params",
+    "compile",
+    "select",
+    "arch",
+    "plan",
+]
 ORDER += ["merge", "packed", "options", "problem", "destinations", "layout", "checks"]
 LEAVES = {"gradients", "reference", "dropout", "arrays", "dtypes", "device", "source", "cache"}
 LEAVES |= {"host", "reference_arguments", "tensormap"}

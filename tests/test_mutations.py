@@ -7,6 +7,7 @@ test_attention.py, with as many examples as CI gives it and a plan or a few, mus
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from check import check_backward, check_forward
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from matrix import OPTION_ROWS, ROWS, Row
-from run import backward, forward, schedule, using
+from run import backward, copying, forward, schedule, using
 from strategies import arrays_of, cases
 from test_attention import EXAMPLES
 
@@ -34,7 +35,8 @@ class Mutant(NamedTuple):
     new: str
     occurrence: int = 0
     options: bool = False  # it takes a call with options to find it
-    kernels: str = "simt"  # "mma forward", "mma backward": those that it is looked for in
+    kernels: str = "simt"  # "mma forward", "mma backward": those that it is looked for in;
+    # "copies": those that run on copies of odd arrays
     by: str = "values"  # what gives it away: "bits", or a report of one of `_REPORTS`
     row: str = ""  # part of the names of the rows that can show it
 
@@ -64,6 +66,7 @@ _GRADIENTS_SM90 = "attention/backward_sm90.cu"
 _SWIZZLED = "parts/swizzled.cuh"
 _PIPELINE = "parts/pipeline.cuh"
 _COPY = "if (tile + 1 < keys.last) copy_next(slot ^ 1);"
+_REALIGN = "attention/realign.cu"
 _DQ = "attention/backward_dq_simt.cu"
 _DKDV = "attention/backward_dkdv_simt.cu"
 _DBIAS = "attention/backward_dbias_simt.cu"
@@ -220,6 +223,33 @@ MUTANTS = [
             ),
             ("dbias-rows-not-summed", _DBIAS, "i < plan::kTileQ; i += rows", "i < rows; i += rows"),
             ("dbias-first-tile-only", _DBIAS, "tile_q += step_q)", "tile_q += 100)"),
+        ]
+    ),
+    *(
+        Mutant(name, _REALIGN, old, new, kernels="copies")
+        for name, old, new in [
+            ("copies-of-one-round", "index += gridDim.x", "index += p.parts"),
+            ("all-parts-of-the-first-copy", "part -= parts_of", "part -= 0 * parts_of"),
+            (
+                "copies-begin-at-whole-rows",
+                "(skipped + index) / copy.groups",
+                "index / copy.groups",
+            ),
+            ("rows-not-carried-over", "middle + i / copy.inner", "middle"),
+            ("middle-not-carried-over", "outer + m / copy.middle", "outer"),
+            ("copies-past-the-last-group", "if (index >= left) return;", ""),
+            (
+                "loads-behind-rows",
+                "if (col + e < copy.cols) group.v[e]",
+                "group.v[e]",
+            ),
+            ("stores-behind-rows", "if (col + e < copy.cols) hw::store", "hw::store"),
+            ("copies-of-contiguous-rows", "+ e * copy.from.dim", "+ e"),
+            (
+                "first-group-of-rows-only",
+                "at.in(copy.from) + col * copy.from.dim",
+                "at.in(copy.from)",
+            ),
         ]
     ),
     *(
@@ -1316,6 +1346,11 @@ PLANS = {
         "bfloat16-sm90-one-64x64-options",
         "float16-sm90-one-64x64-softcap-alibi",
     ],
+    ("copies", False): [
+        "float16-mma-warp-16x48",
+        "bfloat16-sm90-two-64x96",
+        "float16-sm90-four-64x64",
+    ],
 }
 
 
@@ -1339,7 +1374,7 @@ def kernels(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def examine(row: Row, which: str = "simt", twice: bool = False) -> None:
     """Run the property test on a row until it fails or its examples are used up.
 
-    `which` kernels; `twice` wants the same bits whatever the order of threads.
+    `which` kernels, "copies": on arrays with any strides; `twice` wants the same bits whatever the order of threads.
     """
 
     # No shrinking, and no search for other failures: that there is one is all we want to know.
@@ -1348,9 +1383,11 @@ def examine(row: Row, which: str = "simt", twice: bool = False) -> None:
     )
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
-        case = data.draw(cases(row))
+        copies = which == "copies"
+        case = data.draw(cases(row, any_strides=copies))
         inputs = arrays_of(case)
-        with using(row.forward, row.backward):
+        copied = copying() if copies else contextlib.nullcontext()
+        with copied, using(row.forward, row.backward):
             with schedule(case.schedule, case.blocks):
                 out, lse = forward(inputs)
                 grads = None if which.endswith(" forward") else backward(inputs, out, lse)
@@ -1392,4 +1429,4 @@ def test_the_unchanged_copy_passes(
     """And the plans that mutants with races are looked for in have none."""
     monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(kind in {("mma", False), ("sm90", False)})))
     for name in PLANS[kind]:
-        examine(_row(name))
+        examine(_row(name), kind[0])
