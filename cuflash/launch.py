@@ -152,17 +152,12 @@ def _recipe(
     """Work out a kind of call; `forms` are those of the operands, in order."""
     names = Operands._fields
     given = {name: Form(*x) for name, x in zip(names, forms, strict=True) if x is not None}
-    places = realign.places(
-        direction,
-        problem,
-        layout,
-        given,
-        lambda traits: tuple(
-            plan
-            for plan in _plan(direction, traits, index)
-            if plan.results and _runs(plan, results)
-        ),
-    )
+
+    def chosen(traits: Traits) -> Plan:
+        plan = _plan(direction, traits, index)
+        return tuple(kernel for kernel in plan if kernel.results and _runs(kernel, results))
+
+    places = realign.places(direction, problem, layout, given, chosen)
     used = {**given, **places}
     traits = realign.traits(direction, problem, layout, used)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
@@ -214,13 +209,13 @@ def _copies(
         return None
     plan = Realign(dtype)
     room = bytearray(plan.params_bytes)
-    step = -1 if back else 1
-    parts = pack_copies(room, plan, [(given[x], places[x])[::step] for x in names], layout)
-    addresses, scratch = [], []
-    for name, words in zip(names, COPY_ADDRESSES, strict=False):
-        array, place = words[::step]
+    pairs, addresses, scratch = [], [], []
+    for name, (source, to) in zip(names, COPY_ADDRESSES, strict=False):
+        array, place = (to, source) if back else (source, to)
+        pairs.append((places[name], given[name]) if back else (given[name], places[name]))
         addresses.append((array, Operands._fields.index(name)))
         scratch.append((place, offsets[name]))
+    parts = pack_copies(room, plan, pairs, layout)
     struct = _Words(bytes(room), tuple(addresses), tuple(scratch))
     return _Copies(compile.kernel(plan, _facts(index), index), min(parts, _MAX_BLOCKS), struct)
 

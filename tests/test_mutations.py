@@ -1374,7 +1374,8 @@ def kernels(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def examine(row: Row, which: str = "simt", twice: bool = False) -> None:
     """Run the property test on a row until it fails or its examples are used up.
 
-    `which` kernels, "copies": on arrays with any strides; `twice` wants the same bits whatever the order of threads.
+    `which` kernels, "copies": on arrays with any strides; `twice` wants the same bits whatever the
+    order of threads.
     """
 
     # No shrinking, and no search for other failures: that there is one is all we want to know.
