@@ -59,29 +59,35 @@ struct Place {
 
 using Group = hw::Vec<Element, kGroup>;
 
-__device__ __forceinline__ Group load_group(const Copy& copy, const Place& at, int32 col) {
+// A group on its way.
+struct Load {
+    Group group;
+    Element* to;
+    int32 cols;  // elements of it that count; none if there is no such group
+};
+
+__device__ __forceinline__ Load load(const Copy& copy, const Place& at, int32 col) {
+    Load load = {{}, at.in(copy.to) + col * copy.to.dim, copy.cols - col};
     const Element* const from = at.in(copy.from) + col * copy.from.dim;
-    if (copy.from.vectors) return hw::load(reinterpret_cast<const Group*>(from));
-    Group group = {};
+    if (copy.from.vectors) {
+        load.group = hw::load(reinterpret_cast<const Group*>(from));
+        return load;
+    }
 #pragma unroll
     for (int e = 0; e < kGroup; ++e) {
-        if (col + e < copy.cols) group.v[e] = hw::load(from + e * copy.from.dim);
+        if (e < load.cols) load.group.v[e] = hw::load(from + e * copy.from.dim);
     }
-    return group;
+    return load;
 }
 
-__device__ __forceinline__ void store_group(const Copy& copy,
-                                            const Place& at,
-                                            int32 col,
-                                            const Group& group) {
-    Element* const to = at.in(copy.to) + col * copy.to.dim;
+__device__ __forceinline__ void store(const Copy& copy, const Load& load) {
     if (copy.to.vectors) {
-        hw::store(reinterpret_cast<Group*>(to), group);
+        if (load.cols > 0) hw::store(reinterpret_cast<Group*>(load.to), load.group);
         return;
     }
 #pragma unroll
     for (int e = 0; e < kGroup; ++e) {
-        if (col + e < copy.cols) hw::store(to + e * copy.to.dim, group.v[e]);
+        if (e < load.cols) hw::store(load.to + e * copy.to.dim, load.group.v[e]);
     }
 }
 
@@ -96,15 +102,17 @@ __device__ __forceinline__ void copy_part(const Copy& copy, int64 part) {
                          static_cast<int32>(row - slice * copy.inner)};
     const int32 skipped = static_cast<int32>(first - row * copy.groups);  // of the first row
     const int64 left = copy.rows * copy.groups - first;
+    Load loads[plan::kGroupsPerThread];
 #pragma unroll
-    for (int item = 0; item < kItems; item += plan::kThreads) {
-        const int32 index = item + static_cast<int>(threadIdx.x);
-        if (index >= left) return;
+    for (int n = 0; n < plan::kGroupsPerThread; ++n) {  // all are on their way at once
+        const int32 index = n * plan::kThreads + static_cast<int>(threadIdx.x);
         const int32 rows = (skipped + index) / copy.groups;
         const int32 col = (skipped + index - rows * copy.groups) * kGroup;
-        const Place at = begin.behind(copy, rows);
-        store_group(copy, at, col, load_group(copy, at, col));
+        loads[n].cols = 0;
+        if (index < left) loads[n] = load(copy, begin.behind(copy, rows), col);
     }
+#pragma unroll
+    for (int n = 0; n < plan::kGroupsPerThread; ++n) store(copy, loads[n]);
 }
 
 extern "C" __global__ void __launch_bounds__(plan::kThreads)
