@@ -158,6 +158,8 @@ def _recipe(
         return tuple(kernel for kernel in plan if kernel.results and _runs(kernel, results))
 
     places = realign.places(direction, problem, layout, given, chosen)
+    if places and os.environ.get("CUFLASH_DEBUG"):
+        print(f"cuflash: {direction}, on copies of {', '.join(places)}", file=sys.stderr)
     used = {**given, **places}
     traits = realign.traits(direction, problem, layout, used)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]

@@ -9,10 +9,11 @@
 //     row    |  0  |  1  |  2  |  3  | ...        neighbouring threads have neighbouring groups,
 //     groups | ... | ..[ part  ]..   | ...        across the ends of rows
 //
-// One side moves by vectors: the place in workspace. The other has any strides, and is moved
-// element by element; the sectors that a warp does so are its own, and come from L1 but once.
+// One side is moved by vectors: the place in workspace. The other has any strides and is moved
+// element by element; neighbours find what a sector holds in L1.
 //
-// Budget: memory. Only where a part begins is found by divisions of 64 bits.
+// Budget: memory, and divisions, of which only those for where a part begins are of 64 bits. A
+// thread loads all its groups before it stores any, so that enough bytes are on their way.
 #include "hw/memory.cuh"
 #include "parts/types.cuh"
 
