@@ -73,7 +73,10 @@ TOOLS = {
     "synccheck": ("barrier", [], "mma"),
     "initcheck": ("unwritten", [], "mma"),
 }
-HOPPER_KERNELS = {"forward_sm90", "backward_rows_sm90", "backward_sm90"}
+HOPPER_KERNELS = {
+    *("forward_sm90", "backward_rows_sm90", "backward_sm90"),
+    *("backward_dq_sm90", "backward_dk_sm90", "backward_dv_sm90"),
+}
 KERNELS = HOPPER_KERNELS | {
     *("forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"),
     *("backward_dbias_simt", "sum_parts", "dsinks", "merge_states", "realign"),

@@ -171,14 +171,15 @@ def _recipe(
     blocks = [
         min(plan.parts(problem), facts.sms if plan.persistent else _MAX_BLOCKS) for plan, _ in steps
     ]
+    # Kernels of a call share their maps.
+    loads = {load: None for plan, _ in steps for load in enumerate(plan.boxes().items())}
     maps = [
         _Map(
             MAPS_AT + n * MAP_BYTES,
             ADDRESSES[name],
             _encoder(used[name], problem.dtype.name, layout, box, index is None),
         )
-        for plan, _ in steps
-        for n, (name, box) in enumerate(plan.boxes().items())
+        for n, (name, box) in loads
     ]
     kind = problem.dtype.name, layout, index, given, places, offsets
     return _Recipe(

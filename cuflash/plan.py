@@ -21,10 +21,14 @@ from .problem import Problem
 from .tensormap import MAP_BYTES
 
 __all__ = [
+    "BackwardApartSm90",
     "BackwardDbiasSimt",
+    "BackwardDkSm90",
     "BackwardDkdvSimt",
     "BackwardDqMma",
     "BackwardDqSimt",
+    "BackwardDqSm90",
+    "BackwardDvSm90",
     "BackwardMma",
     "BackwardRowsMma",
     "BackwardRowsSm90",
@@ -440,6 +444,87 @@ class BackwardSm90(_BackwardMma):
             "v": _box(self.tile_kv, self.dim_v),
             "dout": _box(self.tile_q, self.dim_v),
         }
+
+
+@dataclass(frozen=True)
+class BackwardApartSm90(KernelPlan):
+    """``backward_apart_sm90.cuh``, of which each gradient has a file."""
+
+    family = "sm90"
+    params = "TmaParams"
+    params_bytes = TMA_PARAMS_BYTES
+    target_suffix = "a"
+    smem_alignment = 1024
+    persistent = True
+    of_queries: ClassVar[bool] = False  # a block owns queries, else keys
+    of_weights: ClassVar[bool] = False  # sums of weights, else of gradients of scores
+
+    tile_q: int  # 64: a warpgroup's own rows, and the boxes that all three share
+    tile_kv: int
+    dim: int  # head_dim and head_dim_v, padded to multiples of 16
+    dim_v: int
+    groups: int  # warpgroups that compute
+    stages: int  # of what is multiplied for scores: keys or queries
+    stages_y: int  # of values or dout
+    cache_bytes: int  # with a band: as in ForwardSm90, of what is walked
+    heads_together: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """The tiles; row statistics of queries that pass; jobs; a word and barriers of stages."""
+        own = self.dim if self.of_weights else self.dim + self.dim_v
+        elements = 64 * self.groups * own
+        passing = self.tile_kv if self.of_queries else self.tile_q
+        elements += passing * (self.stages * self.dim + self.stages_y * self.dim_v)
+        rows = 16 if self.of_queries else 8 * self.stages * passing
+        jobs = 2 * (16 * (1 + self.groups) + 64)
+        summed = self.stages_y if self.of_weights else self.stages
+        barriers = 9 + 2 * (self.stages + self.stages_y) + summed
+        rest = rows + jobs + _ceil(summed, 2) * 8 + 8 * barriers
+        return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
+
+    def parts(self, problem: Problem) -> int:
+        if self.of_queries:
+            return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q * self.groups)
+        return _tiles(problem, problem.heads_kv, problem.seqlen_kv, self.tile_kv * self.groups)
+
+    def boxes(self) -> dict[str, Box]:
+        return {
+            "q": _box(self.tile_q, self.dim),
+            "k": _box(self.tile_kv, self.dim),
+            "v": _box(self.tile_kv, self.dim_v),
+            "dout": _box(self.tile_q, self.dim_v),
+        }
+
+
+@dataclass(frozen=True)
+class BackwardDqSm90(BackwardApartSm90):
+    """``backward_dq_sm90.cu``."""
+
+    kernel = "backward_dq_sm90"
+    results = ("dq",)
+    of_queries = True
+
+
+@dataclass(frozen=True)
+class BackwardDkSm90(BackwardApartSm90):
+    """``backward_dk_sm90.cu``."""
+
+    kernel = "backward_dk_sm90"
+    results = ("dk",)
+
+
+@dataclass(frozen=True)
+class BackwardDvSm90(BackwardApartSm90):
+    """``backward_dv_sm90.cu``."""
+
+    kernel = "backward_dv_sm90"
+    results = ("dv",)
+    of_weights = True
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from cuflash import device, select
 from cuflash.arch import mma, simt, sm90
 from cuflash.dtypes import DTYPES
 from cuflash.plan import (
+    BackwardApartSm90,
     BackwardDbiasSimt,
     BackwardDkdvSimt,
     BackwardDqSimt,
@@ -52,7 +53,9 @@ class Row:
         plan = self.forward[0]
         assert isinstance(plan, (ForwardSimt, ForwardMma, ForwardSm90))
         return plan.tile_q, max(
-            [plan.tile_kv, *(x.tile_kv for x in self.backward if isinstance(x, BackwardSm90))]
+            [plan.tile_kv]
+            + [x.tile_kv for x in self.backward if isinstance(x, BackwardSm90)]
+            + [x.tile_kv * x.groups for x in self.backward if isinstance(x, BackwardApartSm90)]
         )
 
     @property
@@ -164,8 +167,12 @@ def _small_sm90(dtype: str, tile: str, dim: int, dim_v: int, options: tuple[str,
     small = sm90.Tile(max(dim, dim_v), *_SM90_TILES[tile])
     name = f"{dtype}-sm90-{tile}-{dim}x{dim_v}{_named(options)}"
     forward = (sm90.forward(traits, small, frozenset(options)),)
-    small_backward = sm90.BackwardTile(*_SM90_BACKWARD_TILES[tile])
-    backward = sm90.backward(traits, small_backward, frozenset(options))
+    if tile in _SM90_APART_TILES:
+        apart = sm90.ApartTile(max(dim, dim_v), *_SM90_APART_TILES[tile])
+        backward = sm90.apart(traits, apart, frozenset(options))
+    else:
+        small_backward = sm90.BackwardTile(*_SM90_BACKWARD_TILES[tile])
+        backward = sm90.backward(traits, small_backward, frozenset(options))
     others = [
         plan for plan in select.choose("backward", traits, device.CPU) if plan.family != "mma"
     ]
@@ -179,6 +186,16 @@ _SM90_TILES = {
     "three": (192, 48, 2, 3),
     "four": (256, 16, 2, 4),
     "wide": (64, 32, 1, 2),
+    "apart": (64, 64, 2, 2),
+    "apart2": (128, 64, 1, 2),
+    "apart3": (64, 32, 2, 2),
+}
+
+# groups, stages, stages_y, and those of dv: gradients apart, 64 queries or keys a warpgroup
+_SM90_APART_TILES = {
+    "apart": (1, 2, 1, 2, 1),
+    "apart2": (2, 2, 1, 3, 2),
+    "apart3": (3, 3, 2, 1, 2),
 }
 
 # head_dim, tile_q, tile_kv, column_groups, splits, stages, dout_stages, dq_places: 64 keys a
@@ -259,6 +276,9 @@ ROWS += [
     _small_sm90("bfloat16", "three", 96, 64),
     _small_sm90("float16", "four", 64, 64),
     _small_sm90("bfloat16", "wide", 136, 160),
+    _small_sm90("float16", "apart", 64, 96),
+    _small_sm90("bfloat16", "apart2", 96, 64),
+    _small_sm90("float16", "apart3", 64, 64),
 ]
 
 # Kernels with code for options: all of them, from which a call draws any, and the sets of few.
@@ -278,6 +298,7 @@ OPTION_ROWS = [
     _small_mma("float16", "slabs", 32, 16, ("softcap",)),
     _small_sm90("float16", "one", 64, 64, ("softcap", "alibi")),
     _small_sm90("bfloat16", "two", 64, 64, ("alibi",)),
+    _small_sm90("float16", "apart2", 64, 64, ("packed", "sinks")),
     *(shipped(dtype, 64, 64, options=FEATURES) for dtype in DTYPES),
     shipped("float32", 64, 64, options=("packed",)),
     shipped("float32", 64, 64, options=("bias",)),
@@ -288,6 +309,10 @@ FEW_ROWS = [
     shipped(dtype, *sizes, device.architecture(7, 5))
     for dtype in ("bfloat16", "float32", "float64")
     for sizes in [(64, 64), (128, 128), (192, 256), (512, 512)]
+]
+FEW_ROWS += [  # whose gradients are computed apart
+    shipped("bfloat16", 192, 136, device.architecture(9, 0)),
+    shipped("float16", 192, 256, device.architecture(9, 0)),
 ]
 
 ARCHITECTURES = {

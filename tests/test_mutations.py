@@ -60,9 +60,12 @@ _EXPONENT = "parts/exponent.cuh"
 _COLUMNS = "parts/columns.cuh"
 _TRANSPOSED = "parts/transposed.cuh"
 _HANDED = "parts/gradient_mma.cuh"
+_ROW_STATS = "parts/row_stats.cuh"
 _SM90 = "attention/forward_sm90.cu"
 _ROWS_SM90 = "attention/backward_rows_sm90.cu"
 _GRADIENTS_SM90 = "attention/backward_sm90.cu"
+_APART = "attention/backward_apart_sm90.cuh"
+_WEIGHTS = "parts/weights.cuh"
 _SWIZZLED = "parts/swizzled.cuh"
 _PIPELINE = "parts/pipeline.cuh"
 _COPY = "if (tile + 1 < keys.last) copy_next(slot ^ 1);"
@@ -499,22 +502,22 @@ MUTANTS = [
             ),
             (
                 "lse-of-another-row",
-                _HANDED,
+                _ROW_STATS,
                 "warp-",
                 "p.lse, entry, head).at(at)",
                 "p.lse, entry, head).at(at / 2 * 2)",
             ),
-            ("delta-without-dlse", _HANDED, "warp-", "if (p.dlse.data) sum", "if (false) sum"),
+            ("delta-without-dlse", _ROW_STATS, "warp-", "if (p.dlse.data) sum", "if (false) sum"),
             (
                 "rows-without-keys-weigh",
-                _HANDED,
+                _ROW_STATS,
                 "warp-",
                 "if (lse == -softmax::infinity<float>()) return none();",
                 "",
             ),
             (
                 "rows-past-the-end-weigh",
-                _HANDED,
+                _ROW_STATS,
                 "warp-",
                 "if (at >= entry.seqlen_q) return none();",
                 "",
@@ -937,7 +940,7 @@ MUTANTS = [
                 "start(p, state, job);\n            fragment::clear",
                 "fragment::clear",
             ),
-            ("part-drawn-by-nobody", _SM90, "values", "one", "+ gridDim.x;", "+ gridDim.x + 1;"),
+            ("part-drawn-by-nobody", _WORK, "values", "one", "+ gridDim.x;", "+ gridDim.x + 1;"),
             (
                 "narrow-chunks-turned-by-the-row",
                 _SWIZZLED,
@@ -1299,6 +1302,278 @@ MUTANTS = [
             ),
         ]
     ),
+    *(
+        Mutant(name, file, old, new, occurrence, kernels="apart backward", by=by, row=row)
+        for name, file, by, row, old, new, occurrence in [
+            (
+                "x-read-before-it-lands",
+                _APART,
+                "races",
+                "apart2",
+                "hw::mbarrier_wait(smem.x_full[x.at()], x.parity());\n        swizzled::start_a_bt",
+                "swizzled::start_a_bt",
+                1,
+            ),
+            (
+                "x-of-dv-read-before-it-lands",
+                _APART,
+                "races",
+                "apart2",
+                "hw::mbarrier_wait(smem.x_full[x.at()], x.parity());\n        swizzled::start_a_bt",
+                "swizzled::start_a_bt",
+                0,
+            ),
+            (
+                "y-read-before-it-lands",
+                _APART,
+                "races",
+                "apart-",
+                "hw::mbarrier_wait(smem.y_full[y.at()], y.parity());\n        swizzled::start_a_bt",
+                "swizzled::start_a_bt",
+                0,
+            ),
+            (
+                "y-of-dv-read-before-it-lands",
+                _APART,
+                "races",
+                "apart-",
+                "if (kOfWeights) hw::mbarrier_wait(summed_full(smem, stage), stage.parity());",
+                "",
+                0,
+            ),
+            (
+                "own-x-read-before-it-lands",
+                _APART,
+                "races",
+                "apart2",
+                "hw::mbarrier_wait(smem.own_x_full, at.part.parity());",
+                "",
+                0,
+            ),
+            (
+                "own-y-read-before-it-lands",
+                _APART,
+                "races",
+                "apart2",
+                "if (!kOfWeights) hw::mbarrier_wait(smem.own_y_full, at.part.parity());",
+                "",
+                0,
+            ),
+            (
+                "x-free-while-it-is-summed",
+                _APART,
+                "races",
+                "apart2",
+                "end_product<2>",
+                "end_product<3>",
+                0,
+            ),
+            (
+                "y-free-while-it-is-read",
+                _APART,
+                "races",
+                "apart-",
+                "hw::wgmma_wait<0>();\n        hw::pin(swizzled::listed(dp));",
+                "hw::pin(swizzled::listed(dp));",
+                0,
+            ),
+            (
+                "x-of-dv-free-while-it-is-read",
+                _APART,
+                "values",
+                "apart2",
+                "hw::wgmma_wait<kAdds ? 1 : 0>();",
+                "hw::wgmma_wait<2>();",
+                0,
+            ),
+            (
+                "own-rows-loaded-over-those-in-use",
+                _APART,
+                "races",
+                "apart2",
+                "hw::mbarrier_wait(empty, part.parity() ^ 1);",
+                "",
+                0,
+            ),
+            (
+                "jobs-written-while-they-are-read",
+                _APART,
+                "races",
+                "apart2",
+                "hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);",
+                "",
+                0,
+            ),
+            (
+                "columns-of-the-neighbour",
+                _FRAGMENT,
+                "values",
+                "apart-",
+                "swap(piece.v[1], piece.v[3], 2);",
+                "",
+                0,
+            ),
+            (
+                "special-rows-not-added",
+                _APART,
+                "values",
+                "apart-",
+                "if (!found) return;\n",
+                "if (!found) return;\n    if (found) return await_cleared(smem, found);\n",
+                0,
+            ),
+            (
+                "special-rows-left",
+                _APART,
+                "values",
+                "apart-",
+                "swizzled::remove_special<32>(tile, fragment::lane());",
+                "",
+                0,
+            ),
+            (
+                "special-rows-signed",
+                _APART,
+                "values",
+                "apart-",
+                "special::add<kOfWeights>",
+                "special::add<true>",
+                0,
+            ),
+            (
+                "special-rows-read-before-they-are-cleared",
+                _APART,
+                "races",
+                "apart-",
+                "hw::mbarrier_wait(smem.cleared, found - 1);",
+                "",
+                0,
+            ),
+            (
+                "special-rows-of-a-tile-that-is-passed",
+                _APART,
+                "values",
+                "apart2",
+                "if (found) await_cleared(smem, found);",
+                "",
+                0,
+            ),
+            (
+                "hidden-pairs-without-a-mark",
+                _APART,
+                "values",
+                "apart-",
+                "hide(weights::kHidden);",
+                "hide(0.0f);",
+                0,
+            ),
+            (
+                "hidden-pairs-have-gradients",
+                _WEIGHTS,
+                "values",
+                "apart-",
+                "if (kHides && weight == kHidden) x = 0.0f;",
+                "",
+                0,
+            ),
+            (
+                "first-query-of-a-key-hidden",
+                _MASK,
+                "values",
+                "apart-",
+                "max(key - last_diagonal, 0)",
+                "max(key - last_diagonal, 1)",
+                0,
+            ),
+            (
+                "last-own-tile-passed",
+                _APART,
+                "values",
+                "apart2",
+                "for (; tile > own_last; --tile)",
+                "for (; tile >= own_last; --tile)",
+                0,
+            ),
+            (
+                "one-head-of-the-group-apart",
+                _APART,
+                "values",
+                "apart-",
+                "job.heads = kQueriesStay ? 1 : group;",
+                "job.heads = 1;",
+                0,
+            ),
+            (
+                "key-head-of-another-group",
+                _APART,
+                "values",
+                "apart-",
+                "kQueriesStay ? work.head / group",
+                "kQueriesStay ? work.head % p.heads_kv",
+                0,
+            ),
+            (
+                "statistics-of-the-first-tile",
+                _APART,
+                "values",
+                "apart2",
+                "job.work.head, query / plan::kTileQ)",
+                "job.work.head, 0)",
+                0,
+            ),
+            (
+                "statistics-of-the-neighbour",
+                _WEIGHTS,
+                "values",
+                "apart-",
+                "two.at[i % 2]",
+                "two.at[0]",
+                0,
+            ),
+            (
+                "factor-without-its-sign",
+                _WEIGHTS,
+                "values",
+                "apart-",
+                "score.scale < 0.0f ? -score.unit()",
+                "false ? -score.unit()",
+                0,
+            ),
+            (
+                "gradients-apart-not-scaled",
+                _APART,
+                "values",
+                "apart-",
+                "kOfWeights ? 1.0f : static_cast<float>(p.scale)",
+                "1.0f",
+                0,
+            ),
+            (
+                "last-product-lost",
+                _APART,
+                "values",
+                "apart-",
+                "finish(smem, state, at);\n    write",
+                "write",
+                0,
+            ),
+        ]
+    ),
+    *(
+        Mutant(name, _APART, old, new, kernels="apart backward", options=True)
+        for name, old, new in [
+            (
+                "passing-rows-of-the-first-entry",
+                "job.row = kQueriesStay ? work.entry.first_kv : work.entry.first_q;",
+                "job.row = 0;",
+            ),
+            (
+                "own-rows-of-the-first-entry",
+                "(kQueriesStay ? work.entry.first_q : work.entry.first_kv) + row;",
+                "row;",
+            ),
+        ]
+    ),
 ]
 
 
@@ -1337,6 +1612,12 @@ PLANS = {
         "bfloat16-sm90-three-96x64",
         "float16-sm90-four-64x64",
     ],
+    ("apart", False): [
+        "float16-sm90-apart-64x96",
+        "bfloat16-sm90-apart2-96x64",
+        "float16-sm90-apart3-64x64",
+    ],
+    ("apart", True): ["float16-sm90-apart2-64x64-options"],
     ("sm90", True): [
         "float16-sm90-two-64x64-options",
         "bfloat16-sm90-one-64x64-options",
@@ -1424,7 +1705,7 @@ def test_the_unchanged_copy_passes(
     kernels: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[str, bool]
 ) -> None:
     """And the plans that mutants with races are looked for in have none."""
-    without_races = {("mma", False), ("sm90", False), ("copies", False)}
+    without_races = {("mma", False), ("sm90", False), ("apart", False), ("copies", False)}
     monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(kind in without_races)))
     for name in PLANS[kind]:
         examine(_row(name), kind[0])

@@ -9,12 +9,22 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..device import Device
-from ..plan import BackwardDqMma, BackwardRowsSm90, BackwardSm90, Delta, ForwardSm90, Plan
+from ..plan import (
+    BackwardDkSm90,
+    BackwardDqMma,
+    BackwardDqSm90,
+    BackwardDvSm90,
+    BackwardRowsSm90,
+    BackwardSm90,
+    Delta,
+    ForwardSm90,
+    Plan,
+)
 from ..problem import FEATURES, Traits
 from . import simt
 from .mma import compiled_for
 
-__all__ = ["BackwardTile", "Sm90", "Tile", "backward", "forward"]
+__all__ = ["ApartTile", "BackwardTile", "Sm90", "Tile", "apart", "backward", "forward"]
 
 _MAX_HEAD_DIM = 256
 _LACKING = frozenset({"softcap", "dropout"})
@@ -72,6 +82,23 @@ _BACKWARD = (
     BackwardTile(256, 64, 64, 2, 2, 2, 1, 1),
 )
 
+
+class ApartTile(NamedTuple):
+    """The same for a backward whose gradients are computed apart."""
+
+    head_dim: int
+    groups: int
+    stages: int  # of dq and dk
+    stages_y: int
+    dv_stages: int
+    dv_stages_y: int
+
+
+#: For wide heads; without the options that it has no code for.
+_APART = (ApartTile(192, 2, 3, 2, 3, 3), ApartTile(256, 2, 2, 1, 3, 2))
+_APART_HEAD_DIM = 128  # beyond it
+_APART_OPTIONS = frozenset({"packed", "sinks"})
+
 #: Padded head sizes; every size in between runs as the next one.
 _PADDED = (64, 96, 128, 192, 256)
 
@@ -116,6 +143,11 @@ class Sm90:
         need = max(traits.head_dim, traits.head_dim_v)
         steps: list[list[Plan]] = [
             [
+                apart(traits, row, options)
+                for row in _APART
+                if row.head_dim >= need > _APART_HEAD_DIM and options <= _APART_OPTIONS
+            ]
+            + [
                 backward(traits, row, options)
                 for row in _BACKWARD
                 if row.head_dim >= need and options.isdisjoint(row.without)
@@ -177,3 +209,33 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
     packed = "packed" in options
     rows = BackwardRowsSm90(**shared, dim_v=dim_v, aligned=traits.aligned, packed=packed)
     return rows, main, BackwardDqMma(**shared, packed=packed)
+
+
+def apart(traits: Traits, tile: ApartTile, options: frozenset[str] = frozenset()) -> Plan:
+    """Return the backward plans of a tile shape whose gradients are computed apart."""
+    dim, dim_v = padded(traits.head_dim), padded(traits.head_dim_v)
+    rows = 64
+    shared: dict[str, Any] = dict(
+        dtype=traits.dtype.name, tile_q=rows, tile_kv=rows, dim=dim, dim_v=dim_v
+    )
+    given: dict[str, Any] = {
+        **shared,
+        **dict.fromkeys(options, True),
+        "groups": tile.groups,
+        "cache_bytes": _CACHE_BYTES,
+        "heads_together": 4096 // tile.head_dim,
+    }
+    of_scores: dict[str, Any] = dict(given, stages=tile.stages, stages_y=tile.stages_y)
+    return (
+        BackwardRowsSm90(
+            **shared,
+            dq_dim=dim,
+            splits=0,  # nobody takes turns
+            turn=1,
+            aligned=traits.aligned,
+            packed="packed" in options,
+        ),
+        BackwardDqSm90(**of_scores),
+        BackwardDkSm90(**of_scores),
+        BackwardDvSm90(**given, stages=tile.dv_stages, stages_y=tile.dv_stages_y),
+    )

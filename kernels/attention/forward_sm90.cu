@@ -66,14 +66,6 @@ using ValueTile = swizzled::Tile<plan::kTileKv, plan::kDimV>;
 using OutTile = swizzled::Tile<kGroupRows, plan::kDimV>;
 using OutChunk = swizzled::Tile<kGroupRows, OutTile::kChunk>;
 
-// The tiles of keys that some queries see anything of, and all of.
-struct alignas(16) SeenTiles {
-    TileRange any, all;
-
-    __device__ __forceinline__ bool has(int32 tile) const { return any.holds(tile); }
-    __device__ __forceinline__ bool hides(int32 tile) const { return !all.holds(tile); }
-};
-
 // What a block does: some queries.
 struct Job {
     SeenTiles keys, keys_of_group[kGroups];
@@ -123,20 +115,6 @@ __device__ __forceinline__ SeenTiles seen_tiles(const Scores& score, int32 query
 }
 
 // --- Bringing tiles ------------------------------------------------------------------------------
-
-// The next ticket of the grid: parts that no block has from the start. All lanes of a warp.
-__device__ __forceinline__ int64 draw(const Params& p, int64 parts) {
-    auto* const tickets = static_cast<uint64*>(p.tickets);
-    uint64 ticket = 0;
-    if (fragment::lane() == 0) {
-        ticket = atomicAdd(tickets, uint64{1});
-        // There are as many draws as parts: the last one puts the counter back for the next launch.
-        if (ticket == static_cast<uint64>(parts) - 1) {
-            atomicAdd(tickets, uint64{0} - static_cast<uint64>(parts));
-        }
-    }
-    return static_cast<int64>(__shfl_sync(0xffffffffu, ticket, 0)) + gridDim.x;
-}
 
 // Starts to bring the queries of the job in a slot to their place, which is free. One thread.
 __device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem, Slots slot) {
@@ -445,10 +423,11 @@ __device__ __forceinline__ void await_cleared(Smem& smem, int found) {
 __device__ __forceinline__ void add_special(
     const Params& p, Smem& smem, State& state, Passed& at, const Job& job, int32 tile) {
     const Stages v = at.v();
+    // The one who looks may be a tile of this stage behind, until this one is there.
+    hw::mbarrier_wait(smem.v_full[v.at()], v.parity());
     hw::mbarrier_wait(smem.v_seen[v.at()], v.parity());
     const int found = uniform(smem.special[v.at()]);
     if (!found) return;
-    hw::mbarrier_wait(smem.v_full[v.at()], v.parity());
     const Scores score = Scores::of(p, job.work.entry, job.work.head);
     uint64 seen[1];
     online::look<kKeys8>(seen, score, query_of(job), tile * plan::kTileKv);

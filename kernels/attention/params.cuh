@@ -61,7 +61,7 @@ struct Params {
     HeadTensor dsinks;  // as sinks
     Offsets cu_seqlens_q, cu_seqlens_kv;
     void* dbias_parts;  // workspace: (dbias_splits, all of dbias) of Accum
-    void* row_stats;    // workspace of the mma family, by query_slot(): parts/gradient_mma.cuh
+    void* row_stats;    // workspace of mma and sm90, by query_slot(): parts/gradient_mma.cuh
     void* dq_sums;
     void* dq_turns;
     void* tickets;        // uint64, 0 before and after each launch: work that blocks have taken

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which columns of a fragment (fragment.cuh) lie in a range, for all that a lane has of a row at
-// once: bit 2 n + i is column 8 n + fragment::col_of(i). Predicates are then set by the bits of a
-// register, seven at a time, instead of by a compare each.
+// Which columns of a fragment (fragment.cuh) are of a run that is seen, for all that a lane has of
+// a row at once: bit 2 n + i is column 8 n + fragment::col_of(i). Predicates are then set by the
+// bits of a register, seven at a time, instead of by a compare each.
 #pragma once
 #include "parts/fragment.cuh"
 #include "parts/mask.cuh"
@@ -19,10 +19,11 @@ __device__ __forceinline__ uint32 first_bits(int count) {
     return count < 32 ? (1u << count) - 1u : ~0u;
 }
 
-// Those in a range; `col` is the first column of the fragment, which has 16 times 8 at most.
-__device__ __forceinline__ uint32 inside(const Range& range, int32 col) {
+// Those of a run; `col` is the first column of the fragment, which has 16 times 8 at most.
+__device__ __forceinline__ uint32 inside(const SeenRun& run, int32 col) {
     const int32 first = hw::forget(col) + fragment::col_of(0);
-    return first_bits(before(range.end, first)) & ~first_bits(before(range.first, first));
+    const int32 end = run.first + static_cast<int32>(run.count);
+    return first_bits(before(end, first)) & ~first_bits(before(run.first, first));
 }
 
 __device__ __forceinline__ bool holds(uint32 bits, int n, int i) { return bits >> (2 * n + i) & 1; }

@@ -124,6 +124,52 @@ __device__ __forceinline__ void write(const Matrix& to, const float (&x)[4], int
     write_two(to, x[2], x[3], row + row_of(2), col + col_of(0));
 }
 
+// Rounds a warp's 16 rows, whose first is given, and writes them, in pieces of 8 columns: four
+// neighbouring lanes exchange words until each has a fragment's columns of one row.
+template <int kColumns8>
+__device__ __forceinline__ void write_rows(const Matrix& to,
+                                           const float (&x)[1][kColumns8][4],
+                                           float factor,
+                                           int32 row) {
+    static_assert(kColumns8 % 4 == 0, "a fragment for each of four lanes");
+    using Piece = hw::Vec<uint32, 4>;
+    const auto swap = [](uint32& a, uint32& b, int distance) {
+        const bool upper = lane() & distance;
+        const uint32 given = __shfl_xor_sync(0xffffffffu, upper ? a : b, distance);
+        (upper ? a : b) = given;
+    };
+#pragma unroll
+    for (int n = 0; n < kColumns8; n += 4) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            Piece piece;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float (&one)[4] = x[0][n + k];
+                piece.v[k] = hw::pack2<Element>(one[i] * factor, one[i + 1] * factor);
+            }
+            swap(piece.v[0], piece.v[1], 1);
+            swap(piece.v[2], piece.v[3], 1);
+            swap(piece.v[0], piece.v[2], 2);
+            swap(piece.v[1], piece.v[3], 2);
+            const int32 at_row = row + row_of(i), col = 8 * (n + lane() % 4);
+            if (at_row >= to.rows || col >= to.cols) continue;
+            Element* const at = to.data + at_row * to.stride_row + col * to.stride_col;
+            if (to.aligned == 16) {
+                hw::store(reinterpret_cast<Piece*>(at), piece);
+            } else {
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    if (col + c >= to.cols) break;
+                    const uint32 bits = piece.v[c / 2] >> (c % 2 * 16);
+                    hw::store(reinterpret_cast<unsigned short*>(at + c * to.stride_col),
+                              static_cast<unsigned short>(bits));
+                }
+            }
+        }
+    }
+}
+
 // --- Infinities and NaN: see special.cuh --------------------------------------------------------
 
 // Halves of a word that are not zero, as masks of 16 bits.

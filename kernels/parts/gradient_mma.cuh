@@ -3,41 +3,16 @@
 // tile of plan::kTileQ queries of a head, which has a slot (query_slot() in work.cuh), and for each
 // of kTurnRows queries, whose sums key tiles add to in one turn:
 //
-//     row_stats   RowStats[slot][kTileQ]                               backward_rows_mma.cu writes
+//     row_stats   RowStats[slot][kTileQ]: row_stats.cuh                backward_rows_mma.cu writes
 //     dq_turns    int[slot of kTurnRows][kSplits]                      backward_rows_mma.cu clears
 //     dq_sums     float[slot][kTileQ / 16][kDqDim / 8][32 lanes][4]     backward_mma.cu sums up
 //
 // A fragment of sums (fragment.cuh) lies as lanes hold it, so that a warp moves 512 bytes in a row.
 #pragma once
 #include "parts/fragment.cuh"
-#include "parts/operand.cuh"
-#include "parts/softmax.cuh"
-#include "parts/work.cuh"
+#include "parts/row_stats.cuh"
 
 constexpr int kTurnRows = plan::kTileQ * plan::kTurn;
-
-// Of a row of scores, for P = exp(score - lse) and dscore = P * (dP - delta).
-struct RowStats {
-    float lse;
-    float delta;  // rowsum(dout * out) - dlse
-
-    // A row past the end, and one that sees no key: all probabilities are 0.
-    __device__ static __forceinline__ RowStats none() { return {softmax::infinity<float>(), 0.0f}; }
-
-    // Row `at` of an entry, of which `sum` is rowsum(dout * out).
-    __device__ static __forceinline__ RowStats
-    of(const Params& p, const Entry& entry, int32 head, int32 at, float sum) {
-        if (at >= entry.seqlen_q) return none();
-        const float lse = hw::load(vector(p.lse, entry, head).at(at));
-        if (lse == -softmax::infinity<float>()) return none();
-        if (p.dlse.data) sum -= hw::load(vector(p.dlse, entry, head).at(at));
-        return {lse, sum};
-    }
-};
-
-__device__ __forceinline__ RowStats* row_stats(const Params& p, int64 slot) {
-    return static_cast<RowStats*>(p.row_stats) + slot * plan::kTileQ;
-}
 
 // How many key tiles have had their turn with the queries of a tile and its neighbours.
 __device__ __forceinline__ int* dq_turn(

@@ -14,8 +14,25 @@ struct TileRange {
     __device__ __forceinline__ bool holds(int32 tile) const { return first <= tile && tile < last; }
 };
 
-struct Range {
-    int32 first, end;  // [first, end); empty if end is not larger
+// The tiles of keys that some queries see anything of, and all of; or the same the other way round.
+struct alignas(16) SeenTiles {
+    TileRange any, all;
+
+    __device__ __forceinline__ bool has(int32 tile) const { return any.holds(tile); }
+    __device__ __forceinline__ bool hides(int32 tile) const { return !all.holds(tile); }
+};
+
+// The keys that one query sees by its position, or the queries that see one key.
+struct SeenRun {
+    int32 first;
+    uint32 count;
+
+    __device__ static __forceinline__ SeenRun of(int32 first, int32 last, bool any) {
+        return {first, any && last >= first ? static_cast<uint32>(last - first) + 1u : 0u};
+    }
+    __device__ __forceinline__ bool holds(int32 at) const {
+        return static_cast<uint32>(at) - static_cast<uint32>(first) < count;
+    }
 };
 
 struct Band {
@@ -45,14 +62,14 @@ struct Band {
                key < seqlen_kv;
     }
 
-    // The keys that a query sees, and the queries that see a key.
-    __device__ __forceinline__ Range keys_of(int32 query) const {
-        const int32 end = min(query + last_diagonal + 1, seqlen_kv);
-        return {max(query + first_diagonal, 0), query < seqlen_q ? end : 0};
+    // The same of all keys, or all queries, with one compare for each.
+    __device__ __forceinline__ SeenRun keys_of(int32 query) const {
+        return SeenRun::of(max(query + first_diagonal, 0),
+                           min(query + last_diagonal, seqlen_kv - 1), query < seqlen_q);
     }
-    __device__ __forceinline__ Range queries_of(int32 key) const {
-        const int32 end = min(key - first_diagonal + 1, seqlen_q);
-        return {max(key - last_diagonal, 0), key < seqlen_kv ? end : 0};
+    __device__ __forceinline__ SeenRun queries_of(int32 key) const {
+        return SeenRun::of(max(key - last_diagonal, 0), min(key - first_diagonal, seqlen_q - 1),
+                           key < seqlen_kv);
     }
 
     // Does every query of [query, query + queries) see every key of [key, key + keys)?

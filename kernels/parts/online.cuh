@@ -95,9 +95,8 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
 #pragma unroll
     for (int r = 0; r < 2 * kSlabs; ++r) {
         const int32 row = row_at(query, r);
-        const Range keys = score.band.keys_of(row);
+        const SeenRun keys = score.band.keys_of(row);
         const uint32 bits = kHides && kBits ? columns::inside(keys, key) : 0;
-        const auto count = static_cast<uint32>(max(keys.end - keys.first, 0));
         // Of the first key; exact as long as sequences are shorter than 2^24.
         float distance = 0.0f;
         if constexpr (plan::kAlibi) {
@@ -111,9 +110,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
                 const int32 col = key + 8 * n + fragment::col_of(i);
                 bool seen = true;
                 if constexpr (kHides) {
-                    seen = kBits
-                               ? columns::holds(bits, n, i)
-                               : static_cast<uint32>(col) - static_cast<uint32>(keys.first) < count;
+                    seen = kBits ? columns::holds(bits, n, i) : keys.holds(col);
                 }
                 if constexpr (kHides && plan::kMask) seen = seen && score.unmasked(row, col);
                 if constexpr (plan::kBias) {

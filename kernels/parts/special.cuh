@@ -86,13 +86,13 @@ __device__ __forceinline__ void sums(float (&x)[2][4], const Tile& b, int col, S
 }
 
 // Adds that to fragments of sums, of all columns of b: sees(slab, i, k).
-template <int kSlabs, int kColumns8, class Tile, class Sees>
+template <bool kSigned = true, int kSlabs, int kColumns8, class Tile, class Sees>
 __device__ __forceinline__ void add(float (&to)[kSlabs][kColumns8][4], const Tile& b, Sees sees) {
 #pragma unroll
     for (int pair = 0; pair < kSlabs * kColumns8 / 2; ++pair) {
         const int slab = pair % kSlabs, n = pair / kSlabs * 2;
         float x[2][4];
-        sums<true>(x, b, 8 * n, [&](int i, int k) { return sees(slab, i, k); });
+        sums<kSigned>(x, b, 8 * n, [&](int i, int k) { return sees(slab, i, k); });
 #pragma unroll
         for (int i = 0; i < 8; ++i) to[slab][n + i / 4][i % 4] += x[i / 4][i % 4];
     }

@@ -180,6 +180,20 @@ __device__ __forceinline__ int64 interleaved(const Params& p, int64 index, int64
     return (first + within % width) * tiles + within / width;
 }
 
+// The next ticket of the grid: parts that no block has from the start. All lanes of a warp.
+__device__ __forceinline__ int64 draw(const Params& p, int64 parts) {
+    auto* const tickets = static_cast<uint64*>(p.tickets);
+    uint64 ticket = 0;
+    if (threadIdx.x % 32 == 0) {
+        ticket = atomicAdd(tickets, uint64{1});
+        // There are as many draws as parts: the last one puts the counter back for the next launch.
+        if (ticket == static_cast<uint64>(parts) - 1) {
+            atomicAdd(tickets, uint64{0} - static_cast<uint64>(parts));
+        }
+    }
+    return static_cast<int64>(__shfl_sync(0xffffffffu, ticket, 0)) + gridDim.x;
+}
+
 // The place of a tile of queries of an entry among what workspace has of each: below work_parts(),
 // and different for each.
 template <int kTile>
