@@ -509,13 +509,6 @@ MUTANTS = [
             ),
             ("delta-without-dlse", _ROW_STATS, "warp-", "if (p.dlse.data) sum", "if (false) sum"),
             (
-                "rows-without-keys-weigh",
-                _ROW_STATS,
-                "warp-",
-                "if (lse == -softmax::infinity<float>()) return none();",
-                "",
-            ),
-            (
                 "rows-past-the-end-weigh",
                 _ROW_STATS,
                 "warp-",
@@ -552,25 +545,18 @@ MUTANTS = [
                 "score.unit()",
             ),
             (
-                "hidden-with-a-negative-scale",
-                _TRANSPOSED,
-                "warp-",
-                "score.scale < 0.0f ? softmax::infinity<float>() : ",
-                "",
-            ),
-            (
                 "second-slab-of-keys-as-the-first",
                 _TRANSPOSED,
                 "slabs",
-                "key + fragment::kSlab * slab + fragment::row_of(i)",
-                "key + fragment::row_of(i)",
+                "key + fragment::kSlab * slab + fragment::row_of(2 * r)",
+                "key + fragment::row_of(2 * r)",
             ),
         ]
     ),
     *(
         Mutant(name, _GRADIENTS, old, new, kernels="mma backward", row=row)
         for name, row, old, new in [
-            ("turn-one-late", "warp-", "at.split), key_tile - first", "at.split), key_tile"),
+            ("turn-one-late", "", "at.split), key_tile - first", "at.split), key_tile"),
             ("last-turn-not-ended", "warp-", "end_turn(p, notes, notes.visits - 1);", ""),
             (
                 "first-visit-lost",
@@ -597,7 +583,7 @@ MUTANTS = [
                 "const int slot = 0;",
             ),
             ("row-stats-in-one-slot", "warps", "&smem.rows[slot][i]", "&smem.rows[0][i]"),
-            ("sums-begin-at-the-first-key", "warp-", "key_tile == first);", "key_tile == 0);"),
+            ("sums-begin-at-the-first-key", "", "key_tile == first);", "key_tile == 0);"),
             (
                 "dk-without-scale",
                 "warp-",
