@@ -17,6 +17,7 @@ import pytest
 from check import check_backward, check_forward
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyFailure
 from matrix import OPTION_ROWS, ROWS, Row
 from run import backward, copying, forward, schedule, using
 from strategies import arrays_of, cases
@@ -1249,11 +1250,6 @@ MUTANTS = [
         Mutant(name, _EXPONENT, old, new, kernels="sm90 forward", options=True, row="softcap-alibi")
         for name, old, new in [
             ("polynomial-beyond-its-range", "fminf(headroom * inverse, e.largest)", "headroom"),
-            (
-                "negative-products-of-any-size",
-                "max(positive, static_cast<int>(any & 0x7fffffffu))",
-                "positive",
-            ),
             ("keys-on-both-sides", "(last >= 0.0f || first <= 0.0f)", "true"),
         ]
     ),
@@ -1272,13 +1268,6 @@ MUTANTS = [
     *(
         Mutant(name, _GRADIENTS_SM90, old, new, kernels="sm90 backward", by=by, row=row)
         for name, by, row, old, new in [
-            (
-                "any-order-of-dq",
-                "bits",
-                "one",
-                "visit.tile, split), before);",
-                "visit.tile, split), min(before, 1));",
-            ),
             (
                 "dq-written-by-the-first-key",
                 "values",
@@ -1603,7 +1592,7 @@ PLANS = {
         "bfloat16-sm90-apart2-96x64",
         "float16-sm90-apart3-64x64",
     ],
-    ("apart", True): ["float16-sm90-apart2-64x64-options"],
+    ("apart", True): ["float16-sm90-apart2-64x64-packed-sinks"],
     ("sm90", True): [
         "float16-sm90-two-64x64-options",
         "bfloat16-sm90-one-64x64-options",
@@ -1680,7 +1669,9 @@ def test_mutant_is_found(kernels: Path, monkeypatch: pytest.MonkeyPatch, mutant:
     report = _REPORTS.get(mutant.by)
     monkeypatch.setenv("CUFLASH_HOST_RACES", str(int(report is not None)))
     names = PLANS[mutant.kernels.split()[0], mutant.options]
-    with pytest.raises(KernelFault if report else (AssertionError, KernelFault), match=report):
+    # Of some faults it is left to chance what numbers they give.
+    by_values = (AssertionError, KernelFault, FlakyFailure)
+    with pytest.raises(KernelFault if report else by_values, match=report):
         for name in names:
             if mutant.row in name:
                 examine(_row(name), mutant.kernels, mutant.by == "bits")
