@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3
 CUDA_SOURCES = $(shell find kernels tests bench -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
-.PHONY: test test-gpu lint format gpu-check sanitize soak bench clean-cache
+.PHONY: test test-gpu lint format docs gpu-check sanitize soak bench clean-cache
 
 test:  # on NumPy arrays; needs no GPU
 	$(PYTHON) -m pytest -n auto $(ARGS)
@@ -13,6 +13,8 @@ lint:
 format:
 	ruff check --fix . && ruff format .
 	clang-format -i $(CUDA_SOURCES)
+docs:  # the site, in build/docs; needs the extra `docs`. Warnings, as of broken links, are errors
+	$(PYTHON) -m sphinx -b html -E -q -W --keep-going docs build/docs
 gpu-check:  # all of it in one run, recorded in bench/results/gpu-check.json
 	$(PYTHON) -m bench.gpu_check $(ARGS)
 sanitize:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links from pages to files of the repository outside docs/ lead to a page with that file.
+"""What lies outside docs/: a few Markdown files are pages of the site, and links show the others.
 
-On the pages they are plain relative links, so they work where the Markdown itself is read.
+In the Markdown all of these are plain relative links, so they work where that is read as well. A
+link to a file that is not there is a warning, as any other broken link.
 """
 
 import os
+import re
 from pathlib import Path
 
 from docutils import nodes
@@ -17,6 +19,54 @@ from sphinx import addnodes
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "files"
 
+#: Pages whose text is that of a file elsewhere.
+PAGES = {"readme": "README.md", "kernels": "kernels/README.md", "contributing": "CONTRIBUTING.md"}
+
+_LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
+
+
+def _read(app, page, text):
+    """Take the text of a page from its file, with links from there."""
+    if page not in PAGES:
+        return
+    file = ROOT / PAGES[page]
+
+    def link(match):
+        return f"]({os.path.relpath(file.parent / match[1], app.srcdir)})"
+
+    text[0] = _LINK.sub(link, file.read_text(encoding="utf-8"))
+
+
+def _link(app, doctree):
+    """Let links to files outside docs/ lead to the pages that show them."""
+    page = app.env.docname
+    for node in list(doctree.findall(addnodes.pending_xref)):
+        if node.get("refdomain") == "doc" and node["reftarget"] not in app.env.found_docs:
+            path = Path(f"{node['reftarget']}.md")
+            known = next((x for x, name in PAGES.items() if ROOT / name == path), None)
+            if known:
+                node["reftarget"] = known
+            else:
+                _show(app, page, node, path)
+    for node in list(doctree.findall(addnodes.download_reference)):
+        _show(app, page, node, Path(app.env.relfn2path(node["reftarget"], page)[1]).resolve())
+
+
+def _show(app, page, node, path):
+    """Replace a link by one to the page of a file."""
+    if path.is_file() and path.is_relative_to(ROOT):
+        name = path.relative_to(ROOT).as_posix()
+        app.env.shown_files.add(name)
+        uri = f"{os.path.relpath(f'{FOLDER}/{name}', os.path.dirname(page) or '.')}.html"
+        node.replace_self(nodes.reference("", "", *node.children, refuri=uri, internal=True))
+
+
+def _pages(app):
+    for name in sorted(app.env.shown_files):
+        path = ROOT / name
+        code = highlight(path.read_text(encoding="utf-8"), _lexer(path), HtmlFormatter())
+        yield f"{FOLDER}/{name}", {"title": name, "body": f"<h1>{name}</h1>\n{code}"}, "page.html"
+
 
 def _lexer(path):
     if path.suffix in (".cu", ".cuh", ".h"):
@@ -27,30 +77,10 @@ def _lexer(path):
         return get_lexer_by_name("text")
 
 
-def _link(app, doctree):
-    """Replace downloads of files outside docs/ by links to their pages."""
-    page = app.env.docname
-    for node in list(doctree.findall(addnodes.download_reference)):
-        path = Path(app.env.relfn2path(node["reftarget"], page)[1]).resolve()
-        if path.is_relative_to(app.srcdir) or not path.is_relative_to(ROOT):
-            continue
-        name = path.relative_to(ROOT).as_posix()
-        app.env.source_pages[name] = page
-        uri = f"{os.path.relpath(f'{FOLDER}/{name}', os.path.dirname(page) or '.')}.html"
-        link = nodes.reference("", "", *node.children, refuri=uri, internal=True)
-        node.replace_self(link)
-
-
-def _pages(app):
-    for name in sorted(app.env.source_pages):
-        path = ROOT / name
-        code = highlight(path.read_text(encoding="utf-8"), _lexer(path), HtmlFormatter())
-        body = f"<h1>{name}</h1>\n{code}"
-        yield f"{FOLDER}/{name}", {"title": name, "body": body}, "page.html"
-
-
 def setup(app):
-    app.connect("builder-inited", lambda app: setattr(app.env, "source_pages", {}))
+    # Builds are always from scratch (-E): what is shown is known when all pages have been read.
+    app.connect("builder-inited", lambda app: setattr(app.env, "shown_files", set()))
+    app.connect("source-read", _read)
     app.connect("doctree-read", _link)
     app.connect("html-collect-pages", _pages)
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}
