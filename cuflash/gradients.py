@@ -15,8 +15,8 @@ class Gradients:
     """Gradients of an attention call.
 
     Iterating gives ``dq, dk, dv`` and nothing else, so ``dq, dk, dv = grads`` works whatever the
-    call's options, and keeps working when later versions add fields. Where the call's ``wrt`` leaves
-    out an argument, its gradient is None.
+    call's options, and keeps working when later versions add fields. Where the call's ``wrt``
+    leaves out an argument, its gradient is None.
 
     Attributes
     ----------

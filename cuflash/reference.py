@@ -2,9 +2,9 @@
 r"""Attention in float64 NumPy, forward and backward: what the kernels are tested against.
 
 Written for the reader, not for speed: the whole score matrix is built. The softmax is that of [1]_,
-the gradients are those of [2]_, one log-sum-exp per row is from [3]_ and the slopes are from [4]_. Per
-query row :math:`i`, with sums over the keys :math:`j` that the row sees and with nothing taken from
-the others:
+the gradients are those of [2]_, one log-sum-exp per row is from [3]_ and the slopes are from [4]_.
+Per query row :math:`i`, with sums over the keys :math:`j` that the row sees and with nothing taken
+from the others:
 
 .. math::
 

@@ -148,9 +148,8 @@ def band() -> Picture:
                 continue
             p.box("blue" if col < row else "orange", x, y, size, size)
             if col == row:
-                p.parts.append(
-                    f'<polygon class="plain" points="{x},{y} {x + size},{y} {x + size},{y + size}"/>'
-                )
+                corner = f"{x},{y} {x + size},{y} {x + size},{y + size}"
+                p.parts.append(f'<polygon class="plain" points="{corner}"/>')
     p.text(70 + 3 * size, 22, "keys", "small muted")
     p.text(58, 32 + 3 * size, "queries", "small muted", "end")
     for n, (kind, one, two) in enumerate(

@@ -89,8 +89,7 @@ def programs() -> list[Program]:
 
 def _parameters() -> list:
     return [
-        pytest.param(p, id=p.place, marks=[pytest.mark.gpu] if p.needs else [])
-        for p in programs()
+        pytest.param(p, id=p.place, marks=[pytest.mark.gpu] if p.needs else []) for p in programs()
     ]
 
 
@@ -156,3 +155,13 @@ def test_every_mark_is_known_and_before_a_block() -> None:
         marks = re.findall(r"^<!-- ([a-z]+)(?::[^>]*)? -->\n(?=\n*```)", text, re.MULTILINE)
         assert set(marks) <= set(_MARKS), path
         assert len(marks) == len(blocks(path)), path
+
+
+def test_pictures_are_those_of_the_script() -> None:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    assert {path.stem for path in figures.FOLDER.glob("*.svg")} == set(figures.FIGURES)
+    for name, figure in figures.FIGURES.items():
+        kept = (figures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+        assert kept == str(figure()), f"{name}.svg is out of date: python docs/figures.py"
