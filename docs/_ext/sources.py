@@ -81,6 +81,6 @@ def setup(app):
     # Builds are always from scratch (-E): what is shown is known when all pages have been read.
     app.connect("builder-inited", lambda app: setattr(app.env, "shown_files", set()))
     app.connect("source-read", _read)
-    app.connect("doctree-read", _link)
+    app.connect("doctree-read", _link, priority=400)  # before files to download are collected
     app.connect("html-collect-pages", _pages)
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}
