@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -11,6 +12,14 @@ import numpy as np
 import pytest
 
 __all__ = ["LIBRARIES", "Jax", "Library", "Numba", "Torch"]
+
+
+def imported(module: str, name: str) -> Any:
+    """Import a library; a test is skipped that finds none, or one that this NumPy does not suit."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        pytest.skip(f"{name} is not installed: {error}")
 
 
 class Library:
@@ -56,7 +65,7 @@ class Torch(Library):
 
     def __init__(self, gpu: bool) -> None:
         super().__init__(gpu)
-        self.torch = pytest.importorskip("torch", reason="torch is not installed")
+        self.torch = imported("torch", self.name)
         if gpu and not self.torch.cuda.is_available():
             pytest.skip("this torch has no CUDA")
 
@@ -93,7 +102,7 @@ class Jax(Library):
     def __init__(self, gpu: bool) -> None:
         super().__init__(gpu)
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes the GPU
-        self.jax = pytest.importorskip("jax", reason="JAX is not installed")
+        self.jax = imported("jax", self.name)
         if gpu and self.jax.default_backend() != "gpu":
             pytest.skip("this JAX has no CUDA")
         self.jax.config.update("jax_enable_x64", True)
@@ -125,10 +134,11 @@ class Numba(Library):
 
     def __init__(self, gpu: bool) -> None:
         super().__init__(gpu)
-        pytest.importorskip("numba", reason="Numba is not installed")
-        self.cuda = pytest.importorskip("numba.cuda", reason="Numba has no CUDA")
-        if not self.cuda.is_available():
-            pytest.skip("this Numba finds no CUDA")
+        self.cuda = imported("numba.cuda", self.name)
+        try:
+            self.cuda.current_context()
+        except Exception as error:
+            pytest.skip(f"this Numba finds no CUDA: {error}")
 
     def array(self, x: np.ndarray) -> Any:
         return self.cuda.to_device(x)
@@ -140,7 +150,9 @@ class Numba(Library):
         return x.__cuda_array_interface__["data"][0]
 
     def host(self, x: Any) -> np.ndarray:
-        return x.copy_to_host()
+        y = x.copy_to_host()  # which does not wait where x has a stream
+        self.cuda.synchronize()
+        return y
 
 
 LIBRARIES = {library.name: library for library in (Torch, Jax, Numba)}

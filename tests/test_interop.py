@@ -444,7 +444,9 @@ def test_the_stream_of_a_numba_array_is_awaited(streams: Streams, numba: Numba) 
             streams.spin()
             for x in results:
                 x *= 2
-            return [numba.host(numba.taken(x)) / 2 for x in results], done
+            taken = [numba.taken(x) for x in results]
+            assert ours.done, "Numba did not wait"
+        return [numba.host(x) / 2 for x in taken], done
 
     results, done = streams.twice(go)
     assert not done, "the host waited for the stream"
