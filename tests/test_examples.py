@@ -186,3 +186,12 @@ def test_a_kernel_of_ones_own_without_its_barrier(tmp_path, instrumented):
     done = own_kernel(tmp_path, edit)
     message = "race in shared memory" if instrumented else "AssertionError"
     assert done.returncode == 1 and message in done.stderr, done.stderr
+
+
+def test_commands_in_the_documentation_select_tests():
+    """pytest -k with a word that no test has runs nothing."""
+    text = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "docs").rglob("*.md")))
+    found = re.findall(r"pytest (tests/\w+\.py) -k (\w+)", text)
+    assert found
+    for name, word in found:
+        assert re.search(rf"^def test_\w*{word}", (ROOT / name).read_text("utf-8"), re.MULTILINE)
