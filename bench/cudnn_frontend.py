@@ -46,6 +46,10 @@ def _load() -> ModuleType:
     return cudnn
 
 
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
 class _Graph(NamedTuple):
     """A graph with its plan, and its tensors by name."""
 
@@ -71,7 +75,7 @@ class CudnnFrontend(Peer):
         try:
             self._cudnn = _load()
         except (ImportError, OSError) as error:
-            return f"{type(error).__name__}: {error}"[:200]
+            return _message(error)
         try:
             self._cudnn.backend_version()
         except Exception:  # that a symbol is missing
@@ -79,7 +83,7 @@ class CudnnFrontend(Peer):
         try:
             self._handle = self._cudnn.create_handle()
         except Exception as error:
-            return f"{type(error).__name__}: {error}"[:200]
+            return _message(error)
         return None
 
     def rejects(self, case: Case, dtype: str, direction: str) -> str | None:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from bench.cases import Case
 from bench.data import Inputs
 
-__all__ = ["Call", "Peer", "only_plain"]
+__all__ = ["OURS", "Call", "Peer", "only_plain"]
+
+OURS = "cuflash"
 
 
 class Call(NamedTuple):

@@ -19,11 +19,9 @@ from bench import baselines
 from bench.cases import Case
 from bench.cudnn_frontend import CudnnFrontend
 from bench.data import Inputs
-from bench.peer import Call, Peer, only_plain
+from bench.peer import OURS, Call, Peer, only_plain
 
 __all__ = ["OURS", "PEERS", "Call", "Peer"]
-
-OURS = "cuflash"
 
 
 class Cuflash(Peer):
