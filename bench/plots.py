@@ -372,8 +372,7 @@ def _draw_panels(
             for name, curve in data.get(f"{kind} {dim}", {}).items():
                 (seen[name],) = one.plot(*zip(*curve, strict=True), **styles[name])
             _lengths(one, lengths)
-    for one in axes[1]:
-        one.set_xlabel("sequence length (16384 tokens a call)")
+    figure.supxlabel("sequence length (16384 tokens a call)", fontsize=10)
     axes[0, 0].set_ylim(bottom=0)  # of all, once all is drawn
     handles = [seen[name] for name in styles if name in seen]
     figure.legend(handles=handles, loc="outside upper center", ncols=4, handlelength=3)
