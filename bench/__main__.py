@@ -84,7 +84,8 @@ def listing() -> list[str]:
 def facts() -> Row:
     """Return what every row says of the machine."""
     found = machine.facts()
-    for name in ("torch", "jax", "nvidia-cudnn-cu13", "dew-flash-attn-cu13"):
+    packages = ("torch", "jax", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "dew-flash-attn-cu13")
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

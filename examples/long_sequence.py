@@ -3,8 +3,8 @@
 
 The matrix of scores would have 10^12 numbers for each head. Memory beyond inputs and results is
 measured at a quarter, a half and the whole of the length, and rows of the results are compared
-with float64. With CuPy this needs 20 GB of GPU memory and, on an H200, about half a minute; without
-a GPU the kernels run on the CPU, and the length is 512::
+with float64. It needs a GPU with some 30 GB of memory; without one the kernels run on the CPU, and
+the length is 512::
 
     python examples/long_sequence.py [--length N] [--window N] [--heads N] [--key-heads N]
 """
