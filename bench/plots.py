@@ -93,12 +93,9 @@ def _conditions(rows: list[Row], machine: Row) -> str:
 
 def _table(head: list[str], align: str, rows: list[list[str]]) -> list[str]:
     """Return a table in Markdown; `align` has l or r for each column."""
-    rule = [{"l": "---", "r": "---:"}[one] for one in align]
-    lines = [head, rule, *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines[:1]] + [
-        "|" + "|".join(rule) + "|",
-        *("| " + " | ".join(line) + " |" for line in rows),
-    ]
+    rule = "".join({"l": "---|", "r": "---:|"}[one] for one in align)
+    first, *others = ("| " + " | ".join(line) + " |" for line in [head, *rows])
+    return [first, "|" + rule, *others]
 
 
 def _speed(value: float | None) -> str:
@@ -109,24 +106,22 @@ def _speed(value: float | None) -> str:
 
 def speed_table(results: Results) -> list[str]:
     """Return our speed and the naive formula's, one line for each kind of call."""
-    at = {(r["dtype"], r["case"], r["direction"], r["variant"]): r for r in results.record}
-    calls = {(r["dtype"], r["head_dim"], r["causal"], r["case"]) for r in results.record}
     dtypes = ("float32", "float64", "bfloat16")
-    lines, shown = [], []
-    for dtype, dim, causal, case in sorted(calls, key=lambda one: (dtypes + one[:1]).index(one[0])):
-        if dtype in dtypes:
-            lines.append((dtypes.index(dtype), dim, causal, case, dtype))
+    rows = [row for row in results.record if row["dtype"] in dtypes]
+    lines: dict[Any, dict[str, float]] = {}
+    for row in rows:
+        call = (dtypes.index(row["dtype"]), row["head_dim"], row["causal"])
+        lines.setdefault(call, {})[f"{row['variant']} {row['direction']}"] = row["tflops"]
     table = []
-    for _, dim, causal, case, dtype in sorted(lines):
-        cells = []
-        for direction in ("forward", "backward"):
-            for variant in (OURS, "naive"):
-                row = at.get((dtype, case, direction, variant))
-                cells.append(_speed(None if row is None else row["tflops"]))
-                shown += [] if row is None else [row]
-        table.append([dtype, str(dim), "causal" if causal else "full", *cells])
+    for (dtype, dim, causal), speeds in sorted(lines.items()):
+        cells = [
+            _speed(speeds.get(f"{variant} {direction}"))
+            for direction in ("forward", "backward")
+            for variant in (OURS, "naive")
+        ]
+        table.append([dtypes[dtype], str(dim), "causal" if causal else "full", *cells])
     head = ["dtype", "head size", "mask", "forward", "naive forward", "backward", "naive backward"]
-    return [*_table(head, "lrlrrrr", table), "", _conditions(shown, results.machine)]
+    return [*_table(head, "lrlrrrr", table), "", _conditions(rows, results.machine)]
 
 
 def memory_table(results: Results) -> list[str]:
@@ -135,7 +130,7 @@ def memory_table(results: Results) -> list[str]:
         [
             str(row["seqlen"]),
             f"{row['beyond_bytes'] / MIB:.0f} MiB",
-            f"{row['naive_p_bytes'] / GIB:.0f} GiB",
+            _bytes(row["naive_p_bytes"]),
         ]
         for row in results.memory
     ]
@@ -375,7 +370,9 @@ def _draw_panels(
     figure.supxlabel("sequence length (16384 tokens a call)", fontsize=10)
     axes[0, 0].set_ylim(bottom=0)  # of all, once all is drawn
     handles = [seen[name] for name in styles if name in seen]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, handlelength=3)
+    lines = math.ceil(len(handles) / 4)
+    columns = math.ceil(len(handles) / lines)
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=3)
     return figure
 
 

@@ -26,6 +26,7 @@ except ImportError:
     import numpy as xp
 
 DIM, SCALE = 128, 128**-0.5
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BLOCK = 1 << 16  # keys or queries that exist in float64 at a time
 
 
@@ -33,7 +34,8 @@ def random(length, heads):
     """Draw normal numbers in bfloat16, which is the upper half of a float32."""
     draw = xp.random.standard_normal
     x = draw((length, heads, DIM)) if xp is np else draw((length, heads, DIM), dtype=np.float32)
-    return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+    bits = x.astype(np.float32, copy=False).view(np.uint32)
+    return (bits >> 16).astype(np.uint16).view(BFLOAT16)
 
 
 def widen(x):

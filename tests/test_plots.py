@@ -130,6 +130,23 @@ def test_plots_show_their_numbers(
     assert THEMES[theme]["text"] in committed and plots.digest(data) in committed
 
 
+def test_a_legend_of_all_peers_is_within_the_plot() -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib import pyplot as plt
+
+    data = {
+        f"full {dim}": {name: [[512, 1.0], [1024, 2.0]] for name in plots.NAMES} for dim in "123"
+    }
+    with plt.rc_context(plots._look(THEMES["light"])):
+        figure = plots.draw_speed(plt, data, THEMES["light"])
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        assert len(legend.get_texts()) == len(plots.NAMES)
+        box, all_of_it = legend.get_window_extent(), figure.bbox
+        assert 0 < box.x0 < box.x1 < all_of_it.x1 and 0 < box.y0 < box.y1 < all_of_it.y1 + 1
+        plt.close(figure)
+
+
 def test_numbers_have_one_digest() -> None:
     data = FIGURES["memory"](RESULTS)
     assert plots.digest(data) == plots.digest(json.loads(json.dumps(data)))
