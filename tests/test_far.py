@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,9 @@ from check import Inputs, check_backward, check_forward
 from conftest import Backend
 
 import cuflash
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bench.families import fastest
 
 LIMIT = 2**31
@@ -125,20 +130,22 @@ def _call(
     axis: int | None = None,
     lse_axis: int | None = None,
     pairs: int | None = None,
+    offsets: tuple[Any, ...] = (),
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray, Any]:
     """Run both passes and return what they wrote; the axes are those that are long."""
+    forward, backward = cuflash.attention, cuflash.attention_backward
+    if offsets:
+        forward, backward = cuflash.attention_varlen, cuflash.attention_varlen_backward
     q, k, v, dout = (far.put(values[name], axis) for name in ("q", "k", "v", "dout"))
-    batch, rows, heads, _ = q.shape
+    *batch, rows, heads, _ = q.shape
     out = far.empty(q.shape, q.dtype, axis)
-    lse = far.empty((batch, heads, rows), np.float32, lse_axis)
-    cuflash.attention(q, k, v, causal=True, return_lse=True, out=(out, lse), **options)
+    lse = far.empty((*batch, heads, rows), np.float32, lse_axis)
+    forward(q, k, v, *offsets, causal=True, return_lse=True, out=(out, lse), **options)
     to = [far.empty(x.shape, x.dtype, axis) for x in (q, k, v)]
     if "bias" in options:
         to.append(far.empty(options["bias"].shape, options["bias"].dtype, pairs))
-    cuflash.attention_backward(
-        *(dout, q, k, v, out, lse), **dict(causal=True, out=tuple(to), **options)
-    )
+    backward(dout, q, k, v, out, lse, *offsets, causal=True, out=tuple(to), **options)
     if far.xp is not np:
         far.xp.cuda.Device().synchronize()
     grads = [far.get(x, axis) for x in to[:3]]
@@ -166,6 +173,21 @@ def test_arrays_of_more_than_32_bits(
     with fastest(family):
         out, lse, grads = _call(far, values, axis=AXES[axis], lse_axis=lse_axis)
     inputs = Inputs(**values, causal=True)
+    check_forward(out, lse, inputs)
+    check_backward(grads, inputs)
+
+
+@pytest.mark.parametrize("axis", ["rows", "heads", "dim"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_packed_arrays_of_more_than_32_bits(
+    far: Far, backend: Backend, dtype: str, axis: str
+) -> None:
+    values = {name: x[0] for name, x in _values(backend, dtype, 64).items()}
+    rows = len(values["q"])
+    offsets = (np.array([0, rows // 3, rows]), np.array([0, rows // 2, rows]))
+    lse_axis = {"heads": 0, "rows": 1, "dim": None}[axis]
+    out, lse, grads = _call(far, values, axis=AXES[axis] - 1, lse_axis=lse_axis, offsets=offsets)
+    inputs = Inputs(**values, causal=True, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
     check_forward(out, lse, inputs)
     check_backward(grads, inputs)
 
