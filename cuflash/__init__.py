@@ -12,7 +12,7 @@ from .api import (
 )
 from .gradients import Gradients
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "Gradients",

@@ -67,18 +67,11 @@ class Form(NamedTuple):
 def view(x: Any) -> View:
     """Look at a NumPy or CuPy array."""
     if not isinstance(x, np.ndarray):
-        return _gpu_view(x)
+        return _aligned("array", x)
     shape, strides, size = x.shape, x.strides, x.itemsize
     address = x.__array_interface__["data"][0]
     form = shape, strides, size, address & 15
     return _new(View, (x, x.dtype, shape, strides, address, None, size, form))
-
-
-def _gpu_view(x: Any) -> View:
-    shape, strides, size, data = x.shape, x.strides, x.itemsize, x.data
-    address = data.ptr
-    form = shape, strides, size, address & 15
-    return _new(View, (x, x.dtype, shape, strides, address, data.device_id, size, form))
 
 
 _new = tuple.__new__  # a third of the time of View(...)
@@ -120,14 +113,16 @@ def adopt(name: str, x: Any) -> View:
 _gpu_array: list[type | None] = [None]  # CuPy's, once there was one
 
 
-def _aligned(name: str, array: Any) -> View:
-    x = _gpu_view(array)
-    if (x.address | _bits(x.strides)) & (x.itemsize - 1):
+def _aligned(name: str, x: Any) -> View:
+    shape, strides, size, data = x.shape, x.strides, x.itemsize, x.data
+    address = data.ptr
+    if (address | _bits(strides)) & (size - 1):
         raise ValueError(
-            f"{name}: its elements are not aligned to their size of {x.itemsize} bytes; "
+            f"{name}: its elements are not aligned to their size of {size} bytes; "
             "expected an aligned array: copy the bytes into a fresh one"
         )
-    return x
+    form = shape, strides, size, address & 15
+    return _new(View, (x, x.dtype, shape, strides, address, data.device_id, size, form))
 
 
 @functools.lru_cache(maxsize=1024)  # calls come with the same shapes over and over

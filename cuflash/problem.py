@@ -128,8 +128,9 @@ def read(
     q, k, v = arrays.adopt("q", q), arrays.adopt("k", k), arrays.adopt("v", v)
     dtype = checks.element_type("q", q)
     layout = read_layout(layout)
-    _same_kind("k", k, q, q.device)
-    _same_kind("v", v, q, q.device)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype is not q.dtype or x.device != q.device:
+            _same_kind(name, x, q, q.device)
     left, right = _window(window)
     if checks.flag("causal", causal):
         right = 0

@@ -25,7 +25,7 @@ myst_links_external_new_tab = False
 
 html_theme = "furo"
 html_title = "cuflash"
-html_static_path = ["_static", "figures"]
+html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False

@@ -4,8 +4,8 @@
 Marks are comments before a block of code, which readers do not see:
 
 - ``<!-- run -->``: a Python program, run by itself;
-- ``<!-- run: gpu, torch -->``: it needs a GPU, and that package too; what has needs is run with the
-  tests that need a GPU;
+- ``<!-- run: torch -->``: it needs a package, and is skipped by its name where that is absent;
+- ``<!-- run: gpu, torch -->``: it needs a GPU as well;
 - ``<!-- continued -->``: goes on where the block before it ended;
 - ``<!-- prints -->``: what the program so far printed, word for word; ``…`` is anything in a line;
 - ``<!-- from: kernels/parts/tile.cuh -->``: lines of that file, in their order; ``...`` leaves out.
@@ -88,9 +88,12 @@ def programs() -> list[Program]:
 
 
 def _parameters() -> list:
-    return [
-        pytest.param(p, id=p.place, marks=[pytest.mark.gpu] if p.needs else []) for p in programs()
-    ]
+    def marks(p: Program) -> list:
+        if "gpu" in p.needs:
+            return [pytest.mark.gpu]
+        return [pytest.mark.library] if p.needs else []
+
+    return [pytest.param(p, id=p.place, marks=marks(p)) for p in programs()]
 
 
 @pytest.mark.parametrize("program", _parameters())

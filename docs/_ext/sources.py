@@ -23,18 +23,31 @@ FOLDER = "files"
 PAGES = {"readme": "README.md", "kernels": "kernels/README.md", "contributing": "CONTRIBUTING.md"}
 
 _LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
+_PICTURE = re.compile(
+    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+)
 
 
 def _read(app, page, text):
-    """Take the text of a page from its file, with links from there."""
-    if page not in PAGES:
-        return
-    file = ROOT / PAGES[page]
+    """Take the text of a page from its file, with links from there; pictures by light and dark."""
+    file = ROOT / PAGES[page] if page in PAGES else Path(app.env.doc2path(page))
+    folder = (Path(app.srcdir) / page).parent
 
-    def link(match):
-        return f"]({os.path.relpath(file.parent / match[1], app.srcdir)})"
+    def here(name):
+        return os.path.relpath(file.parent / name, folder)
 
-    text[0] = _LINK.sub(link, file.read_text(encoding="utf-8"))
+    def picture(match):
+        dark, alt, light = match.groups()
+        sides = (("dark", dark), ("light", light))
+        return "\n\n".join(
+            f"```{{image}} {here(name)}\n:class: only-{side}\n:alt: {alt}\n```"
+            for side, name in sides
+        )
+
+    if page in PAGES:
+        text[0] = _LINK.sub(lambda m: f"]({here(m[1])})", file.read_text(encoding="utf-8"))
+    if file.suffix == ".md":
+        text[0] = _PICTURE.sub(picture, text[0])
 
 
 def _link(app, doctree):
