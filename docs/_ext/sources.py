@@ -61,15 +61,17 @@ def _link(app, doctree):
                 node["reftarget"] = known
             else:
                 _show(app, page, node, path)
+        elif node.get("reftype") == "myst" and not node.get("refdomain"):  # a folder, or nothing
+            _show(app, page, node, Path(app.env.relfn2path(node["reftarget"], page)[1]).resolve())
     for node in list(doctree.findall(addnodes.download_reference)):
         _show(app, page, node, Path(app.env.relfn2path(node["reftarget"], page)[1]).resolve())
 
 
 def _show(app, page, node, path):
-    """Replace a link by one to the page of a file."""
-    if path.is_file() and path.is_relative_to(ROOT):
+    """Replace a link by one to the page of a file, or of a folder with its files."""
+    if path.exists() and path.is_relative_to(ROOT) and not path.is_relative_to(app.srcdir):
         name = path.relative_to(ROOT).as_posix()
-        app.env.shown_files.add(name)
+        app.env.shown_files |= {name, *(f"{name}/{file}" for file in _files(path))}
         uri = f"{os.path.relpath(f'{FOLDER}/{name}', os.path.dirname(page) or '.')}.html"
         node.replace_self(nodes.reference("", "", *node.children, refuri=uri, internal=True))
 
@@ -77,8 +79,18 @@ def _show(app, page, node, path):
 def _pages(app):
     for name in sorted(app.env.shown_files):
         path = ROOT / name
+        if path.is_dir():
+            links = [f'<li><a href="{path.name}/{x}.html">{x}</a></li>' for x in _files(path)]
+            body = f"<h1>{name}</h1>\n<ul>{''.join(links)}</ul>"
+            yield f"{FOLDER}/{name}", {"title": name, "body": body}, "page.html"
+            continue
         code = highlight(path.read_text(encoding="utf-8"), _lexer(path), HtmlFormatter())
         yield f"{FOLDER}/{name}", {"title": name, "body": f"<h1>{name}</h1>\n{code}"}, "page.html"
+
+
+def _files(path):
+    """Return the names of the files of a folder; nothing if it is none."""
+    return sorted(x.name for x in path.iterdir() if x.is_file()) if path.is_dir() else []
 
 
 def _lexer(path):
