@@ -21,10 +21,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["cached", "folder"]
+__all__ = ["cached", "folder", "made", "wanted"]
+
+#: The files that this process has made, in order.
+made: list[Path] = []
 
 
-def _wanted() -> Path:
+def wanted() -> Path:
+    """Return the folder of the cache, whether it can be used or not."""
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     if chosen:
         try:
@@ -67,16 +71,16 @@ def _private(process: int) -> Path:
 
 
 @functools.cache
-def _readable(wanted: Path) -> Path | None:
+def _readable(place: Path) -> Path | None:
     """Return the cache folder if it can be read and nobody else writes to it."""
     try:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_ours(wanted):
-            return wanted
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_ours(place):
+            return place
     except OSError:
         return None
     warnings.warn(
-        f"cuflash: not caching in {wanted}, since it belongs to somebody else or others can write "
+        f"cuflash: not caching in {place}, since it belongs to somebody else or others can write "
         "to it (chmod go-w); every process compiles its kernels anew",
         RuntimeWarning,
         stacklevel=2,
@@ -86,9 +90,9 @@ def _readable(wanted: Path) -> Path | None:
 
 def folder() -> Path:
     """Return the folder that new files go to."""
-    wanted = _readable(_wanted())
-    if wanted is not None and _can_write(wanted):
-        return wanted
+    place = _readable(wanted())
+    if place is not None and _can_write(place):
+        return place
     return _private(os.getpid())
 
 
@@ -112,9 +116,9 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
 
     `name` carries a digest of all that decides the contents. A read-only cache is read.
     """
-    wanted = _readable(_wanted())
-    if wanted is not None and _is_whole(wanted / name):
-        return wanted / name
+    place = _readable(wanted())
+    if place is not None and _is_whole(place / name):
+        return place / name
     path = folder() / name
     if not _is_whole(path):
         handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
@@ -123,6 +127,7 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
             build(Path(temporary))
             _seal(Path(temporary))
             os.replace(temporary, path)
+            made.append(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise

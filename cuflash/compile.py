@@ -26,7 +26,16 @@ from .device import Device
 from .dtypes import DTYPES
 from .plan import UnitPlan
 
-__all__ = ["CpuKernel", "GpuKernel", "Usage", "cubin", "host_library", "kernel", "nvrtc_version"]
+__all__ = [
+    "CpuKernel",
+    "GpuKernel",
+    "Usage",
+    "cubin",
+    "executor_library",
+    "host_library",
+    "kernel",
+    "nvrtc_version",
+]
 
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
@@ -210,9 +219,14 @@ def _library(name: str, text: str, *, is_kernel: bool, instrumented: bool = Fals
     return _cached(f"{name}-cpu", ".so", text, source.HOST_INCLUDES, rest, build)
 
 
+def executor_library() -> Path:
+    """Return what runs kernels on the CPU, as a shared library."""
+    return _library("executor", '#include "host/executor.cpp"\n', is_kernel=False)
+
+
 @functools.cache
 def _runtime() -> host.Runtime:
-    return host.Runtime(_library("executor", '#include "host/executor.cpp"\n', is_kernel=False))
+    return host.Runtime(executor_library())
 
 
 def host_races() -> bool:

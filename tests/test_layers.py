@@ -20,6 +20,7 @@ PACKAGE = ROOT / "cuflash"
 ORDER = [
     "__init__",
     "api",
+    "ahead",
     "calls",
     "launch",
     "realign",
@@ -31,8 +32,9 @@ ORDER = [
 ]
 ORDER += ["merge", "packed", "options", "problem", "destinations", "layout", "checks"]
 LEAVES = {"gradients", "reference", "dropout", "arrays", "dtypes", "device", "source", "cache"}
-LEAVES |= {"host", "reference_arguments", "tensormap"}
+LEAVES |= {"host", "reference_arguments", "tensormap", "environment"}
 AMONG_LEAVES = {("reference", leaf) for leaf in ("gradients", "dropout", "reference_arguments")}
+AMONG_LEAVES |= {(leaf, "environment") for leaf in ("arrays", "device")}
 
 
 def imports(path: Path) -> set[str]:
