@@ -5,7 +5,8 @@
 (temporary name, then rename), so several processes may fill the cache at once. Libraries are
 executed, so a folder that others may write to is not used. Each file ends with a digest of itself,
 which loaders do not look at: to load a library that a full disk or a crash cut short would end the
-process. Where no folder can be used, a private temporary one lives as long as the process.
+process. Where no folder can be used, a warning says so, and a private temporary one lives as long
+as the process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["cached", "folder", "made", "wanted"]
+__all__ = ["cached", "clear", "contents", "folder", "made", "problem", "wanted"]
 
 #: The files that this process has made, in order.
 made: list[Path] = []
@@ -78,14 +79,41 @@ def _readable(place: Path) -> Path | None:
         if _is_ours(place):
             return place
     except OSError:
+        _warn(_not_writable(place))
         return None
-    warnings.warn(
-        f"cuflash: not caching in {place}, since it belongs to somebody else or others can write "
-        "to it (chmod go-w); every process compiles its kernels anew",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    _warn(_not_ours(place))
     return None
+
+
+def _not_ours(place: Path) -> str:
+    return (
+        f"not caching in {place}, since it belongs to somebody else or others can write to it "
+        "(chmod go-w); every process compiles its kernels anew"
+    )
+
+
+def _not_writable(place: Path) -> str:
+    return (
+        f"not caching in {place}, where no file can be made; every process compiles its kernels "
+        "anew: make room there or name another folder in CUFLASH_CACHE_DIR"
+    )
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(f"cuflash: {message}", RuntimeWarning, stacklevel=2)
+
+
+def problem() -> str | None:
+    """Return why compiled kernels cannot be kept, with the cure, or None."""
+    place = wanted()
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(place):
+            return _not_ours(place)
+    except OSError:
+        return _not_writable(place)
+    return None if _can_write(place) else _not_writable(place)
 
 
 def folder() -> Path:
@@ -93,6 +121,8 @@ def folder() -> Path:
     place = _readable(wanted())
     if place is not None and _can_write(place):
         return place
+    if place is not None:
+        _warn(_not_writable(place))
     return _private(os.getpid())
 
 
@@ -132,3 +162,30 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
             Path(temporary).unlink(missing_ok=True)
             raise
     return path
+
+
+def contents() -> list[Path]:
+    """Return the files of the cache, those that a process left half made included."""
+    try:
+        found = list(wanted().iterdir())
+    except OSError:
+        return []
+    suffixes = (".cubin", ".so")
+    return sorted(
+        path
+        for path in found
+        if path.suffix in suffixes
+        or (path.name.startswith(".") and any(f"{suffix}." in path.name for suffix in suffixes))
+    )
+
+
+def clear() -> list[Path]:
+    """Delete the files of the cache, and return them. What is loaded stays usable."""
+    removed = []
+    for path in contents():
+        try:
+            path.unlink()
+        except FileNotFoundError:  # another process was quicker
+            continue
+        removed.append(path)
+    return removed

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import host, source
+from . import environment, host, source
 from .cache import cached
 from .device import Device
 from .dtypes import DTYPES
@@ -96,13 +96,15 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _nvrtc() -> Any:
+    environment.import_cupy()
     try:
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
     except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RuntimeError(
-            f"NVRTC, CUDA's run-time compiler, cannot be loaded ({error}); install it with "
+            f"NVRTC, CUDA's run-time compiler, cannot be loaded ({reason[0]}); install it with "
             "`pip install nvidia-cuda-nvrtc` for CUDA 13 or `nvidia-cuda-nvrtc-cu12` for CUDA 12"
         ) from error
     return nvrtc
@@ -137,10 +139,11 @@ def compile_cubin(text: str, plan: UnitPlan, device: Device) -> tuple[bytes, str
             log = nvrtc.getProgramLog(program)
             if "gpu-architecture" in log:
                 version = ".".join(map(str, nvrtc.getVersion()))
+                suffix = "" if nvrtc.getVersion() >= (13, 0) else "-cu12"
                 raise RuntimeError(
                     f"NVRTC {version} does not know {device.name}, of compute capability "
                     f"{'.'.join(map(str, device.capability))}; install a version that does "
-                    "(`pip install -U nvidia-cuda-nvrtc`)"
+                    f"(`pip install -U nvidia-cuda-nvrtc{suffix}`)"
                 ) from error
             raise RuntimeError(f"{name} does not compile for {target}:\n{log}") from error
         log = nvrtc.getProgramLog(program)
@@ -173,7 +176,12 @@ def cubin(plan: UnitPlan, device: Device) -> Path:
         image, log = compile_cubin(text, plan, device)
         path.write_bytes(image)
         if os.environ.get("CUFLASH_DEBUG"):
-            print(f"cuflash: compiled {plan.kernel}: {usage(log)}", file=sys.stderr)
+            used = usage(log)
+            print(
+                f"cuflash: compiled {plan.kernel} for {target}: {used.registers} registers, "
+                f"{used.spill_bytes} bytes spilled",
+                file=sys.stderr,
+            )
 
     rest = _nvrtc_options(target), nvrtc_version()
     return _cached(f"{plan.kernel}-{target}", ".cubin", text, (".",), rest, build)

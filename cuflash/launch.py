@@ -7,6 +7,7 @@ The caller (api.py) makes the arrays' GPU the current one.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 import sys
@@ -481,13 +482,29 @@ def _steps(
     facts = _facts(index)
     plan = _plan(direction, traits, index)
     if os.environ.get("CUFLASH_DEBUG"):
-        for kernel in plan:
-            print(
-                f"cuflash: {direction}, {traits}, {facts.name} -> {kernel}, "
-                f"{kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory",
-                file=sys.stderr,
-            )
+        print(_describe(direction, traits, facts, plan), file=sys.stderr)
     return tuple((kernel, compile.kernel(kernel, facts, index)) for kernel in plan)
+
+
+def _describe(direction: str, traits: Traits, facts: device.Device, plan: Plan) -> str:
+    """Return what CUFLASH_DEBUG prints of a plan: a line, and one for each kernel."""
+    t = traits
+    options = " ".join(t.features) or "none"
+    lines = [
+        f"cuflash: {direction} on {facts.name}: {t.dtype}, head sizes {t.head_dim} and "
+        f"{t.head_dim_v}, options {options}, rows moved by {t.aligned or t.dtype.itemsize} bytes"
+        f"{' or TMA' if t.boxes else ''}"
+    ]
+    for kernel in plan:
+        fields = dataclasses.asdict(kernel)
+        flags = " ".join(name for name, value in fields.items() if value is True)
+        sizes = ", ".join(f"{x} {y}" for x, y in fields.items() if type(y) is int)
+        lines.append(
+            f"cuflash:   {kernel.kernel} ({kernel.family}): {kernel.threads} threads, "
+            f"{kernel.smem_bytes} bytes of shared memory; {sizes and sizes + '; '}"
+            f"code for {flags or 'no options'}"
+        )
+    return "\n".join(lines)
 
 
 _warned = False

@@ -18,6 +18,8 @@ PACKAGE = ROOT / "cuflash"
 
 #: Imports only point down this list. Leaves import each other where it is said.
 ORDER = [
+    "__main__",
+    "firstaid",
     "__init__",
     "api",
     "ahead",
