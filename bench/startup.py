@@ -25,7 +25,7 @@ __all__ = ["CASES", "LIMITS", "Case", "rows"]
 
 #: Seconds that a first call may take, by what the cache holds.
 LIMITS = {"empty": 2.0, "warm": 0.1}
-TIMEOUT = 180
+TIMEOUT = 120
 _LENGTH = 256  # so that arrays of odd head sizes are copied first
 
 ALL = ("softcap", "bias", "mask", "alibi_slopes", "sinks", "dropout_p", "packed")

@@ -24,12 +24,12 @@ from .layout import Layout
 from .plan import Realign, UnitPlan
 from .problem import FEATURES, MAX_HEAD_DIM, OPEN, Problem, Traits
 
-__all__ = ["Compiled", "precompile"]
+__all__ = ["OPTIONS", "Compiled", "precompile", "read_features"]
 
 Direction = Literal["forward", "backward"]
 
 #: Options that have code in kernels: what signatures call them, and what a Problem does.
-_OPTIONS = {{"alibi": "alibi_slopes", "dropout": "dropout_p"}.get(x, x): x for x in FEATURES}
+OPTIONS = {{"alibi": "alibi_slopes", "dropout": "dropout_p"}.get(x, x): x for x in FEATURES}
 _FREE = ("scale", "causal", "window", "seed", "layout", "return_lse", "dlse", "wrt", "out")
 
 _LAYOUT = Layout(0, 1, 2, 3)
@@ -128,7 +128,7 @@ def precompile(
     element = _read_dtype(dtype)
     dim = _read_size("head_dim", head_dim)
     dim_v = dim if head_dim_v is None else _read_size("head_dim_v", head_dim_v)
-    features = _read_options(options)
+    features = read_features(options)
     if direction not in ("forward", "backward", "both"):
         raise ValueError(f"direction: expected 'forward', 'backward' or 'both', got {direction!r}")
     directions: tuple[Direction, ...] = (
@@ -251,19 +251,20 @@ def _read_size(name: str, value: Any) -> int:
     return size
 
 
-def _read_options(options: Any) -> tuple[str, ...]:
+def read_features(options: Any) -> tuple[str, ...]:
+    """Return the features that options, by their names in signatures, stand for."""
     try:
         names = (options,) if isinstance(options, str) else tuple(options)
     except TypeError:
         raise TypeError(
-            f"options: expected names out of {', '.join(_OPTIONS)}, got {type(options).__name__}"
+            f"options: expected names out of {', '.join(OPTIONS)}, got {type(options).__name__}"
         ) from None
     for name in names:
         if name in _FREE:
             raise ValueError(f"options: {name} changes no kernel; leave it out")
-        if name not in _OPTIONS:
-            raise ValueError(f"options: expected some of {', '.join(_OPTIONS)}, got {name!r}")
-    return tuple(feature for name, feature in _OPTIONS.items() if name in names)
+        if name not in OPTIONS:
+            raise ValueError(f"options: expected some of {', '.join(OPTIONS)}, got {name!r}")
+    return tuple(feature for name, feature in OPTIONS.items() if name in names)
 
 
 def _read_arch(arch: Any) -> list[Device]:

@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_every_option_of_kernels_has_a_name() -> None:
-    assert set(ahead._OPTIONS) == set(OPTIONS)
-    both = itertools.chain(ahead._OPTIONS, ahead._FREE)
+    assert set(ahead.OPTIONS) == set(OPTIONS)
+    both = itertools.chain(ahead.OPTIONS, ahead._FREE)
     signature = cuflash.attention_backward.__kwdefaults__ or {}
     assert {"packed", "return_lse", *signature} - {"workspace"} == set(both)
