@@ -187,6 +187,10 @@ def cubin(plan: UnitPlan, device: Device) -> Path:
     return _cached(f"{plan.kernel}-{target}", ".cubin", text, (".",), rest, build)
 
 
+#: What a driver says of a kernel that a newer compiler made.
+_UNLOADABLE = ("INVALID_IMAGE", "INVALID_SOURCE", "NO_BINARY_FOR_GPU", "UNSUPPORTED_PTX_VERSION")
+
+
 class GpuKernel:
     """A kernel on one GPU, which must be the current one when it is made and launched."""
 
@@ -194,8 +198,19 @@ class GpuKernel:
         import cupy
 
         raw = cupy.RawModule(path=str(cubin(plan, device))).get_function(plan.kernel)
-        # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
-        raw.max_dynamic_shared_size_bytes = plan.smem_bytes
+        try:
+            # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
+            raw.max_dynamic_shared_size_bytes = plan.smem_bytes
+        except Exception as error:
+            if not any(name in str(error) for name in _UNLOADABLE):
+                raise
+            version = ".".join(map(str, nvrtc_version()))
+            raise RuntimeError(
+                f"the driver does not load what NVRTC {version} compiles for {device.name} "
+                f"({error}); update the driver, or install NVRTC for the driver's CUDA version, "
+                "which `nvidia-smi` prints: `pip install nvidia-cuda-nvrtc` for CUDA 13 or "
+                "`nvidia-cuda-nvrtc-cu12` for CUDA 12"
+            ) from error
         self._module = raw  # keeps the code loaded
         self._threads = plan.threads
         self._smem = plan.smem_bytes

@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if has_cupy:
         print(f"NVRTC: {_attempt(report, _nvrtc) or 'none'}")
     count = _attempt(report, environment.gpu_count) if has_cupy else None
+    if count:
+        print(f"driver: CUDA {_attempt(report, _driver) or 'of unknown version'}")
     gpus = [
         index
         for index in range(count or 0)
@@ -142,6 +144,12 @@ def _compiler() -> str:
 
 def _nvrtc() -> str:
     return ".".join(map(str, compile.nvrtc_version()))
+
+
+def _driver() -> str:
+    version = environment.import_cupy().cuda.runtime.driverGetVersion()
+    major, minor = divmod(version, 10**3)
+    return f"{major}.{minor // 10}"
 
 
 def _gpu(index: int) -> str:

@@ -18,6 +18,7 @@ import pytest
 
 import cuflash
 from cuflash import cache, compile, device, environment, firstaid
+from cuflash.plan import Delta
 
 ROOT = Path(__file__).parent.parent
 SELF_TEST = "import sys; from cuflash.firstaid import main; sys.exit(main())"
@@ -56,6 +57,7 @@ class nvrtc:
 class runtime:
     getDeviceCount = staticmethod({count})
     getDevice = staticmethod(lambda: 0)
+    driverGetVersion = staticmethod(lambda: 12080)
     getDeviceProperties = staticmethod(lambda index: dict(
         name=b"Tesla V100", major={major}, minor=0, multiProcessorCount=80,
         sharedMemPerBlockOptin=98304, sharedMemPerMultiprocessor=98304,
@@ -177,6 +179,7 @@ def test_a_gpu_that_is_too_old(tmp_path: Path) -> None:
     done = run(SELF_TEST, first=first)
     assert any(problem.startswith(want) for problem in problems(done))
     assert "CuPy arrays" not in done.stdout and done.returncode == 0
+    assert "driver: CUDA 12.8\n" in done.stdout
 
 
 def test_no_nvrtc(tmp_path: Path) -> None:
@@ -202,6 +205,31 @@ def test_an_nvrtc_that_is_too_old(tmp_path: Path, version: str, package: str) ->
     want += rf"does \(`pip install -U {package}`\)"
     ahead = "import cuflash; cuflash.precompile('float32', 64, direction='forward')"
     assert re.search(want, said(ahead, first=first, CUFLASH_CACHE_DIR=str(tmp_path / "cache")))
+
+
+@pytest.mark.parametrize("reason", ["CUDA_ERROR_INVALID_IMAGE: no", "CUDA_ERROR_OUT_OF_MEMORY"])
+def test_a_driver_that_is_older_than_nvrtc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    import cupy
+
+    class Function:
+        def __setattr__(self, name: str, value: int) -> None:
+            raise OSError(reason)
+
+    class Module:
+        def __init__(self, path: str) -> None:
+            assert Path(path).read_bytes()[:4] == b"\x7fELF"
+
+        def get_function(self, name: str) -> Function:
+            return Function()
+
+    monkeypatch.setattr(cupy, "RawModule", Module)
+    version = ".".join(map(str, compile.nvrtc_version()))
+    want = rf"^the driver does not load what NVRTC {version} compiles for sm_90 .*nvidia-smi"
+    with pytest.raises(RuntimeError if "IMAGE" in reason else OSError) as caught:
+        compile.GpuKernel(Delta("float32"), device.architecture(9, 0))
+    assert bool(re.search(want, str(caught.value))) == ("IMAGE" in reason)
 
 
 def test_no_compiler(tmp_path: Path) -> None:
