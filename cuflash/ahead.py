@@ -75,8 +75,9 @@ def precompile(
 ) -> list[Compiled]:
     """Compile the kernels of calls that are to come, so that the first of them need not.
 
-    They go to the disk cache, also for a GPU that this machine does not have: a container image or
-    a folder shared by many machines can be filled before. What is there already is left as it is.
+    They go to the disk cache, also for a GPU that this machine does not have, so that the folder
+    can be filled elsewhere, as part of a container image, say. It must belong to the user who makes
+    the calls. What is there already is left as it is.
 
     Parameters
     ----------

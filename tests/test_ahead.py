@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from cuflash.packed import read_packed
 from cuflash.plan import UnitPlan
 from cuflash.problem import read, read_backward
 
+ROOT = Path(__file__).parent.parent
 SM90 = device.architecture(9, 0)
 OPTIONS = ("softcap", "bias", "mask", "alibi_slopes", "sinks", "dropout_p", "packed")
 
@@ -281,3 +286,36 @@ def test_every_option_of_kernels_has_a_name() -> None:
     both = itertools.chain(ahead.OPTIONS, ahead._FREE)
     signature = cuflash.attention_backward.__kwdefaults__ or {}
     assert {"packed", "return_lse", *signature} - {"workspace"} == set(both)
+
+
+def test_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls, as far as the compiler, and the shell's line with a size that is quick."""
+    page = (ROOT / "docs" / "howto" / "precompiling.md").read_text(encoding="utf-8")
+    plans: list[UnitPlan] = []
+
+    def cubin(plan: UnitPlan, where: device.Device) -> Path:
+        plans.append(plan)
+        return cache.wanted() / plan.kernel
+
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(compile, "cubin", cubin)
+        for code in blocks:
+            exec(code, {"cuflash": cuflash})
+    assert {"forward_sm90", "backward_sm90"} <= {plan.kernel for plan in plans}
+    (line,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    line = line.replace("64 128 256", "16 32").replace("'bfloat16'", "'float32'")
+    line = line.replace("python -c", f"'{sys.executable}' -c")
+    done = subprocess.run(
+        ["sh", "-c", line],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names = {path.name.rsplit("-", 2)[0] for path in folder.iterdir()}
+    assert {"forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"} == names
+    assert len(list(folder.iterdir())) == 7  # delta is the same for both sizes
