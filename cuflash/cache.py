@@ -15,9 +15,11 @@ import atexit
 import functools
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -164,28 +166,34 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
     return path
 
 
+#: Names of files as `compile` makes them, and of what a process that was stopped left half made.
+_FILE = re.compile(r"\w+-(cpu|sm_\d+a?)-[0-9a-f]{24}\.(so|cubin)")
+_HALF_MADE = re.compile(rf"\.{_FILE.pattern}\.\w+|\.compile-\w+")
+_PATIENCE = 60 * 60  # seconds after which nobody is at work on it any more
+
+
 def contents() -> list[Path]:
-    """Return the files of the cache, those that a process left half made included."""
+    """Return the files of the cache, and what was left half made."""
     try:
-        found = list(wanted().iterdir())
+        return sorted(path for path in wanted().iterdir() if _is_content(path))
     except OSError:
         return []
-    suffixes = (".cubin", ".so")
-    return sorted(
-        path
-        for path in found
-        if path.suffix in suffixes
-        or (path.name.startswith(".") and any(f"{suffix}." in path.name for suffix in suffixes))
-    )
 
 
-def clear() -> list[Path]:
-    """Delete the files of the cache, and return them. What is loaded stays usable."""
-    removed = []
+def _is_content(path: Path) -> bool:
+    if _FILE.fullmatch(path.name):
+        return True
+    try:
+        old = time.time() - path.stat().st_mtime > _PATIENCE
+    except FileNotFoundError:
+        return False
+    return old and _HALF_MADE.fullmatch(path.name) is not None
+
+
+def clear() -> None:
+    """Delete the contents of the cache. What is loaded stays usable."""
     for path in contents():
-        try:
-            path.unlink()
-        except FileNotFoundError:  # another process was quicker
-            continue
-        removed.append(path)
-    return removed
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -358,13 +358,19 @@ def test_clear(
 ) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
     cache._readable.cache_clear()
-    path = cache.cached("kernel.cubin", lambda path: path.write_bytes(b"made") and None)
-    (path.parent / ".other.so.half").write_bytes(b"left by a process that was stopped")
-    (path.parent / "notes.txt").write_text("somebody's")
-    assert len(cache.contents()) == 2
+    (made,) = cuflash.precompile("float32", 16, direction="forward", arch="sm_90")
+    folder, names = made.path.parent, [".compile-old", f".{made.path.name}.old_1", made.path.name]
+    for age in ("old", "new"):  # left by a process that was stopped, and by one at work
+        (folder / f".compile-{age}").mkdir()
+        (folder / f".{made.path.name}.{age}_1").touch()
+    for name in names[:2]:
+        os.utime(folder / name, (0, 0))
+    (folder / "libother.so").write_text("somebody's")
+    assert [path.name for path in cache.contents()] == names
     assert firstaid.main(["--clear"]) == 0
-    assert [x.name for x in path.parent.iterdir()] == ["notes.txt"]
-    assert f"removed from {path.parent}: 2 files, 0.0 MB" in capsys.readouterr().out
+    left = {".compile-new", f".{made.path.name}.new_1", "libother.so"}
+    assert {path.name for path in folder.iterdir()} == left
+    assert f"removed from {folder}: 3 files, " in capsys.readouterr().out
     assert firstaid.main(["--clear"]) == 0  # also of a cache that is empty, or not there
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "nowhere"))
     assert firstaid.main(["--clear"]) == 0
