@@ -28,5 +28,4 @@ package:  # wheel and sdist in dist/, tried outside the checkout; needs the extr
 plots:  # README's tables and docs/images, from bench/results; needs the extra bench
 	$(PYTHON) -m bench.plots $(ARGS)
 clean-cache:
-	$(PYTHON) -c "from cuflash.cache import folder; \
-	[p.unlink() for s in ('*.cubin', '*.so') for p in folder().glob(s)]"
+	$(PYTHON) -m cuflash --clear

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import environment
+
 __all__ = [
     "Form",
     "View",
@@ -132,24 +134,32 @@ def _bits(strides: tuple[int, ...]) -> int:
 
 def _from_dlpack(name: str, x: Any) -> View:
     kind = x.__dlpack_device__()[0]
+    cupy = _cupy(name) if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED) else None
     try:
         if kind in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
             return adopt(name, np.from_dlpack(x))
-        if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
-            import cupy
-
+        if cupy is not None:
             # CuPy hands its current stream over, and the exporter orders its work before it.
             return _aligned(name, cupy.from_dlpack(x))
     except (BufferError, RuntimeError, TypeError) as error:
         raise TypeError(
             f"{name}: {type(x).__name__} does not come in through DLPack: {error}"
+            f"{environment.advice_on_dtype(x)}"
         ) from error
     raise TypeError(f"{name}: expected an array on a CUDA GPU or the CPU, got DLPack device {kind}")
 
 
-def _from_cuda_interface(name: str, x: Any) -> Any:
-    import cupy
+def _cupy(name: str) -> Any:
+    """Return CuPy, for an array that lies on a GPU; RuntimeError where there is none."""
+    try:
+        environment.gpu_count()
+    except RuntimeError as error:
+        raise RuntimeError(f"{name}: {error}") from error
+    return sys.modules["cupy"]
 
+
+def _from_cuda_interface(name: str, x: Any) -> Any:
+    cupy = _cupy(name)
     interface = x.__cuda_array_interface__
     typestr = interface["typestr"]
     if typestr[1] == "V":

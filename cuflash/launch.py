@@ -7,6 +7,7 @@ The caller (api.py) makes the arrays' GPU the current one.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 import sys
@@ -36,7 +37,7 @@ from .plan import MAPS_AT, TMA_PARAMS_BYTES, Box, KernelPlan, MergeStates, Plan,
 from .problem import Arrays, Problem, Traits
 from .tensormap import MAP_BYTES
 
-__all__ = ["backward", "forward", "host_seed", "merge", "workspace_bytes"]
+__all__ = ["backward", "forward", "host_seed", "merge", "selection", "workspace_bytes"]
 
 _MAX_BLOCKS = 2**31 - 1
 _MAX_STREAMS = 64  # whose counters are kept
@@ -85,6 +86,26 @@ def workspace_bytes(problem: Problem, inputs: Arrays, results: dict[str, View]) 
 
 def _runs(plan: KernelPlan, results: Container[str]) -> bool:
     return not plan.results or any(name in results for name in plan.results)
+
+
+def selection(
+    direction: Literal["forward", "backward"],
+    problem: Problem,
+    layout: Layout,
+    results: Container[str],
+    given: Mapping[str, Form],
+    find: Callable[[Traits], Plan],
+) -> tuple[Traits, dict[str, Form]]:
+    """Return what the kernels of a call are selected by, and which copies of arrays they take.
+
+    `given` has the forms of the call's arrays by name, and `find` returns the plan for traits.
+    """
+
+    def chosen(traits: Traits) -> Plan:
+        return tuple(kernel for kernel in find(traits) if kernel.results and _runs(kernel, results))
+
+    places = realign.places(direction, problem, layout, given, chosen)
+    return realign.traits(direction, problem, layout, {**given, **places}), places
 
 
 def _scratch(needs: Iterable[Mapping[str, int]]) -> tuple[dict[str, int], int]:
@@ -154,16 +175,11 @@ def _recipe(
 ) -> _Recipe:
     """Work out a kind of call; `names` and `forms` are those of its arrays."""
     given = {name: Form(*x) for name, x in zip(names, forms, strict=True)}
-
-    def chosen(traits: Traits) -> Plan:
-        plan = _plan(direction, traits, index)
-        return tuple(kernel for kernel in plan if kernel.results and _runs(kernel, results))
-
-    places = realign.places(direction, problem, layout, given, chosen)
+    find = functools.partial(_plan, direction, index=index)
+    traits, places = selection(direction, problem, layout, results, given, find)
     if places and os.environ.get("CUFLASH_DEBUG"):
         print(f"cuflash: {direction}, on copies of {', '.join(places)}", file=sys.stderr)
     used = {**given, **places}
-    traits = realign.traits(direction, problem, layout, used)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
     sizes = {name: realign.nbytes(place) for name, place in places.items()}
     offsets, size = _scratch([*(plan.scratch(problem) for plan, _ in steps), sizes])
@@ -466,13 +482,29 @@ def _steps(
     facts = _facts(index)
     plan = _plan(direction, traits, index)
     if os.environ.get("CUFLASH_DEBUG"):
-        for kernel in plan:
-            print(
-                f"cuflash: {direction}, {traits}, {facts.name} -> {kernel}, "
-                f"{kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory",
-                file=sys.stderr,
-            )
+        print(_describe(direction, traits, facts, plan), file=sys.stderr)
     return tuple((kernel, compile.kernel(kernel, facts, index)) for kernel in plan)
+
+
+def _describe(direction: str, traits: Traits, facts: device.Device, plan: Plan) -> str:
+    """Return what CUFLASH_DEBUG prints of a plan: a line, and one for each kernel."""
+    t = traits
+    options = " ".join(t.features) or "none"
+    lines = [
+        f"cuflash: {direction} on {facts.name}: {t.dtype}, head sizes {t.head_dim} and "
+        f"{t.head_dim_v}, options {options}, rows moved by {t.aligned or t.dtype.itemsize} bytes"
+        f"{' or TMA' if t.boxes else ''}"
+    ]
+    for kernel in plan:
+        fields = dataclasses.asdict(kernel)
+        flags = " ".join(name for name, value in fields.items() if value is True)
+        sizes = ", ".join(f"{x} {y}" for x, y in fields.items() if type(y) is int)
+        lines.append(
+            f"cuflash:   {kernel.kernel} ({kernel.family}): {kernel.threads} threads, "
+            f"{kernel.smem_bytes} bytes of shared memory; {sizes and sizes + '; '}"
+            f"code for {flags or 'no options'}"
+        )
+    return "\n".join(lines)
 
 
 _warned = False

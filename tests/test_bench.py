@@ -9,6 +9,7 @@ import os
 import random
 import re
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from bench.cases import CASES, Case  # noqa: E402
 from bench.gpu import peak  # noqa: E402
 from bench.peers import OURS, PEERS, Call, Peer  # noqa: E402
 from bench.timing import Contestant, Pace  # noqa: E402
-from cuflash import device, reference, select  # noqa: E402
+from cuflash import device, launch, reference, select  # noqa: E402
 from cuflash.dtypes import DTYPES  # noqa: E402
 from cuflash.problem import Traits  # noqa: E402
 
@@ -656,18 +657,44 @@ def test_published_cells_are_of_cases_in_the_table() -> None:
 def test_time_to_the_first_result_is_measured_in_two_processes() -> None:
     calls = []
 
-    def child(direction: str, environment: dict[str, str]) -> dict[str, Any]:
-        calls.append((direction, environment["CUFLASH_CACHE_DIR"]))
+    def child(case: startup.Case, environment: dict[str, str]) -> dict[str, Any]:
+        calls.append((case, environment["CUFLASH_CACHE_DIR"]))
         import time
 
-        return {"import_s": 0.5, "first_call_s": 2.0, "at": time.time() + 4}
+        seconds = {"import_s": 0.5, "forward_s": 0.2, "backward_s": 2.5}
+        return {**seconds, "at": time.time() + 4}
 
     rows = startup.rows(child)
-    assert [(row["direction"], row["cache"]) for row in rows] == [
-        *(("forward", "empty"), ("forward", "warm"), ("backward", "empty"), ("backward", "warm")),
-    ]
+    assert [row["cache"] for row in rows] == ["empty", "warm"] * len(startup.CASES)
+    assert [case for case, _ in calls[::2]] == [*startup.CASES]
     assert calls[0] == calls[1] != calls[2] and calls[0][1] != calls[2][1]
-    assert rows[0]["total_s"] == pytest.approx(4, abs=0.5) and rows[0]["first_call_s"] == 2.0
+    assert rows[0]["total_s"] == pytest.approx(4, abs=0.5) and rows[0]["backward_s"] == 2.5
+    assert rows[0]["slow"] == "backward" and rows[1]["slow"] == "forward backward"
+    assert len({(row["dtype"], row["head_dim"], row["options"]) for row in rows}) == len(rows) / 2
+
+
+@pytest.mark.parametrize("options", [(), ("bias", "dropout_p"), startup.ALL], ids=str)
+def test_first_calls_are_of_both_passes(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NumPy arrays, which a module in the place of CuPy makes."""
+    gpu = types.SimpleNamespace(synchronize=lambda: None)
+    cuda = types.SimpleNamespace(Device=lambda: gpu)
+    stand_in = types.SimpleNamespace(asarray=np.asarray, cuda=cuda, ndarray=())
+    monkeypatch.setitem(sys.modules, "cupy", stand_in)
+    monkeypatch.setattr(startup, "_LENGTH", 24)
+    used, find = set(), select.choose
+
+    def choose(direction: Any, traits: Traits, where: device.Device) -> Any:
+        used.update(traits.features)
+        return find(direction, traits, where)
+
+    monkeypatch.setattr(select, "choose", choose)
+    launch.forget()
+    seconds = startup.child(startup.Case("bfloat16", 8, options))
+    launch.forget()
+    assert {"forward_s", "backward_s", "next_forward_s", "next_backward_s"} < set(seconds)
+    assert used == {name.split("_")[0] for name in options}
 
 
 def test_the_kernels_of_the_clock_compile() -> None:

@@ -198,6 +198,47 @@ def test_tokenizer(tokenizer, text):
     assert ids == KNOWN[text]
 
 
+# --- fuzzed_pipeline ------------------------------------------------------------------------------
+
+
+def fuzz(folder):
+    """Run the example's tests in a folder; returns the process."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "."],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=folder,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+
+
+def test_fuzzed_pipeline():
+    done = fuzz(EXAMPLES / "fuzzed_pipeline")
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("self._length = new.stop", "self._length = new.stop + 1", "out: NaN in the wrong place"),
+        ("causal=True", "causal=self._length == q.shape[-3]", "out: .* elements are off"),
+    ],
+    ids=["a token too many", "a mask for the prompt alone"],
+)
+def test_faults_of_the_fuzzed_pipeline_are_found(tmp_path, old, new, message):
+    for name in ("pipeline.py", "test_pipeline.py"):
+        text = (EXAMPLES / "fuzzed_pipeline" / name).read_text(encoding="utf-8")
+        if name == "pipeline.py":
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    done = fuzz(tmp_path)
+    assert done.returncode == 1 and re.search(message, done.stdout), done.stdout + done.stderr
+    assert "call=arrays_of(" in done.stdout  # what to put into a test of its own
+
+
 # --- docs/cpu-backend.md --------------------------------------------------------------------------
 
 
