@@ -28,6 +28,7 @@ __all__ = [
     "pack",
     "pack_copies",
     "pack_merge",
+    "pair_alignment",
     "row_alignment",
     "tensor_map",
 ]
@@ -145,6 +146,17 @@ def row_alignment(x: View | Form, layout: Layout, group: int) -> int:
     if layout.batch is not None:
         bits |= strides[layout.batch]
     return next((n for n in (16, 8) if n >= group * size and not bits % n), 0)
+
+
+def pair_alignment(x: View | Form) -> int:
+    """Return how many bytes of a row of a bias or mask can be copied at once: 16, 8, 4 or 0."""
+    *outer, step = x.strides
+    if step != x.itemsize or x.shape[-1] == 1:
+        return 0
+    bits = x.address | x.shape[-1] * x.itemsize
+    for length, stride in zip(x.shape, outer, strict=False):
+        bits |= stride if length > 1 else 0
+    return next((n for n in (16, 8, 4) if not bits % n), 0)
 
 
 def has_boxes(x: View | Form, layout: Layout) -> bool:

@@ -165,6 +165,12 @@ def _tiles(problem: Problem, heads: int, rows: int, tile: int) -> int:
     return problem.batch * heads * _ceil(rows, tile)
 
 
+def _pair_pitch(keys: int, size: int) -> int:
+    """Return the bytes of a row of pair_tile::Tile, with elements of so many bytes."""
+    gap = 32 if size == 4 else 16
+    return (_ceil(keys * size, gap) | 1) * gap
+
+
 @dataclass(frozen=True)
 class _Tiled(KernelPlan):
     """A kernel built from ``parts/tile.cuh``."""
@@ -230,6 +236,9 @@ class ForwardMma(KernelPlan):
     dim_v: int
     blocks_per_sm: int  # what the compiler keeps registers free for
     aligned: int  # bytes of rows of q, k and v that are copied at once: 16, 8, or 0 for any strides
+    bias_aligned: int = 0  # the same of a bias and a mask: 16, 8, 4, or 0: they are not copied
+    bias_wide: bool = False  # elements of a bias that is copied are accumulators
+    mask_aligned: int = 0
 
     @property
     def threads(self) -> int:
@@ -237,9 +246,15 @@ class ForwardMma(KernelPlan):
 
     @property
     def smem_bytes(self) -> int:
-        """Q, and two tiles of K and V each; rows of tiles are padded by 8 elements."""
+        """Q, and two tiles of each of the others; rows of q, k and v are padded by 8 elements."""
+        size = DTYPES[self.dtype].itemsize
         rows = self.tile_q * (self.dim + 8) + 2 * self.tile_kv * (self.dim + self.dim_v + 16)
-        return rows * DTYPES[self.dtype].itemsize
+        found = rows * size
+        if self.bias_aligned:
+            found += 2 * self.tile_q * _pair_pitch(self.tile_kv, 4 if self.bias_wide else size)
+        if self.mask_aligned:
+            found += 2 * self.tile_q * _pair_pitch(self.tile_kv, 1)
+        return found
 
     def parts(self, problem: Problem) -> int:
         return _tiles(problem, problem.heads_q, problem.seqlen_q, self.tile_q)

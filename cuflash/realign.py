@@ -14,7 +14,7 @@ from typing import Literal
 
 from .arrays import Form
 from .layout import Layout
-from .params import has_boxes, row_alignment
+from .params import has_boxes, pair_alignment, row_alignment
 from .plan import Plan
 from .problem import Problem, Traits
 
@@ -38,7 +38,15 @@ def traits(
     group = problem.dtype.group
     aligned = min(row_alignment(forms[name], layout, group) for name in _LOADED[direction])
     boxes = all(_is_movable(forms[name], layout) for name in _MOVED if name in forms)
-    return problem.traits._replace(aligned=aligned, boxes=boxes)
+    found = problem.traits._replace(aligned=aligned, boxes=boxes)
+    if direction == "forward":  # no kernel of the backward copies tiles of these
+        bias, mask = (forms.get(name) for name in ("bias", "mask"))
+        if bias and (at_once := pair_alignment(bias)):
+            wide = bias.itemsize == problem.dtype.accum.itemsize
+            found = found._replace(bias_aligned=at_once, bias_wide=wide)
+        if mask:
+            found = found._replace(mask_aligned=pair_alignment(mask))
+    return found
 
 
 def places(

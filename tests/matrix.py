@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from cuflash import device, select
 from cuflash.arch import mma, simt, sm90
@@ -381,7 +382,7 @@ def _mma_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
             for i, options in enumerate(sets[1:])
             for j, aligned in enumerate(alignments)
         ]
-    return [
+    found = [
         (name, plan)
         for name, dtype, size, options, aligned in calls
         for direction in ("forward", "backward")
@@ -392,6 +393,40 @@ def _mma_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
             ARCHITECTURES[name],
         )
         if plan.family == "mma" and (plan.kernel in ("forward_mma", "backward_mma") or not options)
+    ]
+    return found + _pair_cubins(full)
+
+
+def _pair_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
+    """Return the same of forwards that copy tiles of a bias or mask.
+
+    Each head size meets an array of each kind, and each of these an architecture of its own.
+    """
+    names = [name for name, where in ARCHITECTURES.items() if where.capability >= (8, 0)]
+    copied: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+        (("bias",), {"bias_aligned": 16}),
+        (("bias",), {"bias_aligned": 8, "bias_wide": True}),
+        (("mask",), {"mask_aligned": 16}),
+        (FEATURES, {"bias_aligned": 4, "mask_aligned": 4}),
+    ]
+    sizes = (16, 32, 64, 96, 128, 192, 256)
+    calls = list(itertools.product(range(len(names)), range(len(sizes)), range(len(copied))))
+    return [
+        (names[i], plan)
+        for i, j, k in calls
+        if full or i == (j + k) % len(names)
+        if not (names[i] == "sm_80" and sizes[j] == 128 and len(copied[k][0]) == 1)
+        for plan in select.choose(
+            "forward",
+            Traits(
+                DTYPES["bfloat16" if j % 2 else "float16"],
+                *(sizes[j], sizes[j], copied[k][0]),
+                boxes=False,
+                **copied[k][1],
+            ),
+            ARCHITECTURES[names[i]],
+        )
+        if isinstance(plan, ForwardMma) and (plan.bias_aligned or plan.mask_aligned)
     ]
 
 

@@ -15,7 +15,7 @@ from check import Inputs
 
 import cuflash
 from cuflash import device, host, launch, realign, select
-from cuflash.plan import Plan
+from cuflash.plan import KernelPlan, Plan
 from cuflash.problem import Traits
 
 
@@ -33,10 +33,7 @@ def using(forward_plan: Plan, backward_plan: Plan) -> Iterator[None]:
         if not traits.boxes and any(kernel.boxes() for kernel in wanted):
             wanted = select.choose(direction, traits, where)
         return tuple(
-            dataclasses.replace(kernel, aligned=traits.aligned)
-            if hasattr(kernel, "aligned")
-            else kernel
-            for kernel in wanted
+            dataclasses.replace(kernel, **_alignments(kernel, traits)) for kernel in wanted
         )
 
     try:
@@ -45,6 +42,12 @@ def using(forward_plan: Plan, backward_plan: Plan) -> Iterator[None]:
             yield
     finally:
         launch.forget()
+
+
+def _alignments(kernel: KernelPlan, traits: Traits) -> dict[str, Any]:
+    """Return the fields of a plan that say how the arrays of a call can be copied."""
+    names = ("aligned", "bias_aligned", "bias_wide", "mask_aligned")
+    return {name: getattr(traits, name) for name in names if hasattr(kernel, name)}
 
 
 @contextlib.contextmanager

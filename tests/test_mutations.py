@@ -69,7 +69,8 @@ _APART = "attention/backward_apart_sm90.cuh"
 _WEIGHTS = "parts/weights.cuh"
 _SWIZZLED = "parts/swizzled.cuh"
 _PIPELINE = "parts/pipeline.cuh"
-_COPY = "if (tile + 1 < keys.last) copy_next(slot ^ 1);"
+_COPY = "        if (tile + 1 < keys.last) copy_next(slot ^ 1, tile + 1);"
+_BARRIER = "            __syncthreads();\n        }\n"
 _REALIGN = "attention/realign.cu"
 _DQ = "attention/backward_dq_simt.cu"
 _DKDV = "attention/backward_dkdv_simt.cu"
@@ -255,11 +256,11 @@ MUTANTS = [
     *(
         Mutant(name, _MMA, old, new, kernels="mma forward", by="races")
         for name, old, new in [
-            ("no-barrier-at-the-turn", f"__syncthreads();\n        {_COPY}", _COPY),
+            ("no-barrier-at-the-turn", f"{_BARRIER}{_COPY}", f"        }}\n{_COPY}"),
             (
                 "copies-before-the-barrier",
-                f"__syncthreads();\n        {_COPY}",
-                f"{_COPY}\n        __syncthreads();",
+                f"{_BARRIER}{_COPY}",
+                f"    {_COPY}\n{_BARRIER}",
             ),
             (
                 "no-barrier-before-clearing",
@@ -325,7 +326,7 @@ MUTANTS = [
                 "return seen[slab] >> (4 * (k / 8) + i + k % 2) & 1;",
                 "return false;",
             ),
-            ("special-not-cleared", _MMA, "special::clear<plan::kThreads>(v);", ""),
+            ("special-not-cleared", _MMA, "special::clear<plan::kThreads>(tiles.v);", ""),
             ("all-special-rises", _SPECIAL, "sum -= infinity", "sum += infinity"),
             ("no-special-rises", _SPECIAL, "odd & (nan | ~negative)", "odd & nan"),
             (

@@ -18,6 +18,8 @@ __all__ = ["BackwardTile", "Mma"]
 _MAX_HEAD_DIM = 256
 
 # What takes registers beyond the plain call's. "strides": rows that cannot be copied by vectors.
+# In the forward, "tiles": tiles of a bias or mask are copied, "wide": of a float32 bias, and
+# "pairs": a bias or mask is read where it lies.
 _OPTIONS = (*FEATURES, "strides")
 
 
@@ -29,7 +31,7 @@ class _Tile(NamedTuple):
     tile_kv: int
     warps: int
     blocks_per_sm: int
-    most: int = len(_OPTIONS)  # so many of these it has registers for,
+    most: int = len(_OPTIONS)  # so many of _OPTIONS it has registers for,
     without: tuple[str, ...] = ()  # and none of these
 
 
@@ -38,20 +40,23 @@ _FORWARD = (
     _Tile(32, 128, 64, 4, 2, 1),
     _Tile(32, 64, 64, 4, 2),
     _Tile(64, 128, 32, 4, 3, 0),
-    _Tile(64, 128, 64, 4, 2, 1),
+    _Tile(64, 128, 64, 4, 2, 1, without=("wide",)),
+    _Tile(64, 128, 32, 4, 2, 1, without=("pairs",)),
     _Tile(64, 64, 64, 4, 2),
-    _Tile(96, 128, 64, 4, 2, 1, without=("softcap", "bias", "dropout", "strides")),
+    _Tile(96, 128, 64, 4, 2, 1, without=("softcap", "bias", "dropout", "strides", "tiles")),
     _Tile(96, 64, 64, 4, 2),
+    _Tile(96, 64, 32, 4, 2),
     _Tile(128, 128, 48, 4, 2, 1, without=("softcap", "bias", "mask", "dropout", "strides")),
-    _Tile(128, 128, 32, 4, 2, 1, without=("bias", "strides")),
-    _Tile(128, 64, 64, 4, 2),
+    _Tile(128, 128, 32, 4, 2, 1, without=("strides", "pairs")),
+    _Tile(128, 64, 64, 4, 2, without=("tiles",)),
+    _Tile(128, 64, 32, 4, 2),
     _Tile(192, 128, 48, 8, 1, 1),
     _Tile(192, 64, 48, 4, 1),
     _Tile(192, 64, 32, 4, 1),
     _Tile(256, 128, 48, 8, 1, 1),
     _Tile(256, 64, 48, 4, 1, 1),
     _Tile(256, 64, 32, 4, 1, len(FEATURES)),
-    _Tile(256, 64, 16, 4, 1),
+    _Tile(256, 64, 16, 4, 1, without=("tiles",)),
 )
 
 
@@ -115,17 +120,11 @@ class Mma:
 
     def forward(self, traits: Traits) -> list[list[Plan]]:
         """Return the candidates for the one kernel of the forward, best first."""
-        options = compiled_for(traits.features)
-        need = max(traits.head_dim, traits.head_dim_v)
-        size = min(row.head_dim for row in _FORWARD if row.head_dim >= need)
-        wants = _wanted(traits, options)
-        return [
-            [
-                (forward(traits, row, options),)
-                for row in _FORWARD
-                if row.head_dim == size and len(wants) <= row.most and wants.isdisjoint(row.without)
-            ]
-        ]
+        plans: list[Plan] = [(plan,) for plan in _forwards(traits)]
+        if traits.bias_aligned or traits.mask_aligned:  # where no tile of these fits beside others
+            in_place = traits._replace(bias_aligned=0, bias_wide=False, mask_aligned=0)
+            plans += [(plan,) for plan in _forwards(in_place)]
+        return [plans]
 
     def backward(self, traits: Traits) -> list[list[Plan]]:
         """Return the candidates for each step of the backward, best first."""
@@ -146,6 +145,20 @@ class Mma:
         return steps + extra
 
 
+def _forwards(traits: Traits) -> list[ForwardMma]:
+    options = compiled_for(traits.features)
+    need = max(traits.head_dim, traits.head_dim_v)
+    size = min(row.head_dim for row in _FORWARD if row.head_dim >= need)
+    wants, pairs = _wanted(traits, options), _pairs_wanted(traits, options)
+    return [
+        forward(traits, row, options)
+        for row in _FORWARD
+        if row.head_dim == size
+        and len(wants) <= row.most
+        and (wants | pairs).isdisjoint(row.without)
+    ]
+
+
 def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
     """Return the set of options whose kernel serves a call with these ones."""
     return next(options for options in FEATURE_SETS if options.issuperset(features))
@@ -154,6 +167,17 @@ def compiled_for(features: tuple[str, ...]) -> frozenset[str]:
 def _wanted(traits: Traits, options: frozenset[str]) -> frozenset[str]:
     """Return which of `_OPTIONS` a kernel needs registers for."""
     return options if traits.aligned else options | {"strides"}
+
+
+def _pairs_wanted(traits: Traits, options: frozenset[str]) -> frozenset[str]:
+    """Return how a kernel of the forward reads bias and mask: "tiles", "wide", "pairs"."""
+    found = {
+        "tiles": traits.bias_aligned or traits.mask_aligned,
+        "wide": traits.bias_wide,
+        "pairs": ("bias" in options and not traits.bias_aligned)
+        or ("mask" in options and not traits.mask_aligned),
+    }
+    return frozenset(name for name, wanted in found.items() if wanted)
 
 
 def padded(head_dim: int, step: int = 16) -> int:
@@ -172,6 +196,9 @@ def forward(traits: Traits, tile: _Tile, options: frozenset[str] = frozenset()) 
         dim_v=padded(traits.head_dim_v),
         blocks_per_sm=tile.blocks_per_sm,
         aligned=traits.aligned,
+        bias_aligned=traits.bias_aligned,
+        bias_wide=traits.bias_wide,
+        mask_aligned=traits.mask_aligned,
         **dict.fromkeys(options, True),
     )
 

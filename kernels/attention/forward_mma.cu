@@ -9,9 +9,10 @@
 //     copy       q k0 v0 | k1 v1           | k2 v2           |
 //     compute            | s = q k0, out += p v0 | s = q k1, out += p v1 |
 //
-// Two slots of K and V take turns. The one barrier of a turn says two things: the tiles copied
-// during the turn before are there, and all have finished with the slot that is filled next. While
-// one block waits another of the multiprocessor computes.
+// Tiles of a bias or mask come with those of K and V (pair_tile.cuh) where their rows can be
+// copied. Two slots of all these take turns. The one barrier of a turn says two things: the tiles
+// copied during the turn before are there, and all have finished with the slot that is filled next.
+// While one block waits another of the multiprocessor computes.
 //
 // Budget: a thread holds kSlabs * (kTileKv + kDimV) / 2 accumulators; arch/mma.py has the tiles
 // that leave no spills.
@@ -20,6 +21,7 @@
 #include "hw/sync.cuh"
 #include "parts/fragment.cuh"
 #include "parts/exponent.cuh"
+#include "parts/pair_tile.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/special.cuh"
 #include "parts/work.cuh"
@@ -30,13 +32,18 @@ constexpr int kCols8 = plan::kDimV / 8;    // and of results
 constexpr int kRows = 2 * kSlabs;          // that a lane has elements of
 constexpr int kRowsOfWarp = fragment::kSlab * kSlabs;
 
+constexpr bool kPairs = pair_tile::kBias || pair_tile::kMask;
+
 using online::kScored;
 using online::LazyRow;
 
+struct Slot : pair_tile::Both {
+    fragment::Tile<plan::kTileKv, plan::kDim> k;
+    fragment::Tile<plan::kTileKv, plan::kDimV> v;
+};
 struct Smem {
     fragment::Tile<plan::kTileQ, plan::kDim> q;
-    fragment::Tile<plan::kTileKv, plan::kDim> k[2];
-    fragment::Tile<plan::kTileKv, plan::kDimV> v[2];
+    Slot slots[2];
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
@@ -71,36 +78,40 @@ struct State {
     bool large;  // a row of the warp has a large shift
 };
 
-// One turn of the main loop: a tile of keys. Most turns are plain: the tile hides nothing from the
-// block, and no shift of the warp is large.
+// One turn of the main loop: a tile of keys. Most turns are plain: the band hides nothing of the
+// tile from the block, bias and mask are in shared memory as far as there are any, and no shift of
+// the warp is large. `special`: values of the tile that are infinite or NaN may be hidden. With
+// bias or mask it is known at the barrier of the turn, for any tile may hide some; else it is said
+// of tiles that hide something, and looked for.
 template <bool kPlain>
 __device__ __forceinline__ void turn(State& state,
                                      const fragment::Tile<plan::kTileQ, plan::kDim>& q,
-                                     const fragment::Tile<plan::kTileKv, plan::kDim>& k,
-                                     fragment::Tile<plan::kTileKv, plan::kDimV>& v,
+                                     Slot& tiles,
                                      const Scores& score,
                                      int warp_row,
                                      int32 query,
                                      int32 key,
                                      float factor,
-                                     bool hides) {
+                                     bool special = false) {
     bool cut = false;  // something of the tile is hidden from the warp
-    if constexpr (!kPlain) {
+    if constexpr (!kPlain && !kPairs) {
         cut = uniform(score.hides(query, kRowsOfWarp, key, plan::kTileKv));
     }
     const PairWords<kSlabs, kKeys8, false> words = {};
     float s[kSlabs][kKeys8][4];
     fragment::clear(s);
-    fragment::add_a_bt(s, q, warp_row, k);
-    if constexpr (kPlain && online::kFuses) {
+    fragment::add_a_bt(s, q, warp_row, tiles.k);
+    if constexpr (kPlain && online::kFuses && !kPairs) {
         if (online::fuses(state.rows, s, state.exponent, score, query, key)) {
             online::exponentials_of_products(s, state.rows, state.exponent, score, state.randoms,
                                              query, key);
-            fragment::add_x_b(state.out, s, v);
+            fragment::add_x_b(state.out, s, tiles.v);
             return;
         }
     }
-    if (!kPlain && cut) {
+    if constexpr (kPairs) {
+        pair_tile::finish_scores<!kPlain, !kPlain>(s, tiles, score, query, key, warp_row);
+    } else if (!kPlain && cut) {
         online::finish_scores<true, false>(s, words, score, query, key);
     } else if (kScored) {
         online::finish_scores<false, false>(s, words, score, query, key);
@@ -116,16 +127,16 @@ __device__ __forceinline__ void turn(State& state,
     for (int r = 0; r < kRows; ++r) shifts[r] = state.rows[r].shift(factor);
     if ((!kPlain || grows) && state.large) online::compare_first(s, state.rows, shifts);
     online::exponentials(s, state.rows, shifts, score, state.randoms, key, factor);
-    if (!kPlain && hides && special::any<plan::kThreads>(v)) {
+    if (!kPlain && special && (kPairs || special::any<plan::kThreads>(tiles.v))) {
         uint64 seen[kSlabs];
         online::look<kKeys8>(seen, score, query, key);
-        special::add(state.out, v, [&](int slab, int i, int k) {
+        special::add(state.out, tiles.v, [&](int slab, int i, int k) {
             return seen[slab] >> (4 * (k / 8) + i + k % 2) & 1;
         });
         __syncthreads();
-        special::clear<plan::kThreads>(v);
+        special::clear<plan::kThreads>(tiles.v);
     }
-    fragment::add_x_b(state.out, s, v);
+    fragment::add_x_b(state.out, s, tiles.v);
 }
 
 __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, Smem& smem) {
@@ -139,7 +150,10 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp;
     const int32 query = first_query + warp_row;
     const TileRange keys = score.band.key_tiles(first_query, plan::kTileQ, plan::kTileKv);
-    const TileRange plain = score.plain_key_tiles(first_query, plan::kTileQ, plan::kTileKv);
+    const TileRange plain =
+        pair_tile::in_place(score)
+            ? TileRange{0, 0}
+            : score.band.full_key_tiles(first_query, plan::kTileQ, plan::kTileKv);
     const float factor = online::factor_of(score);
 
     State state;
@@ -152,18 +166,21 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     if constexpr (online::kFuses) state.exponent = online::Exponent::of(score);
     fragment::clear(state.out);
 
-    auto copy_next = [&](int slot) {
-        fragment::copy<plan::kAligned, plan::kThreads>(smem.k[slot], gK, 0);
-        fragment::copy<plan::kAligned, plan::kThreads>(smem.v[slot], gV, 0);
+    auto copy_next = [&](int slot, int32 tile) {
+        const int32 key = tile * plan::kTileKv;
+        Slot& to = smem.slots[slot];
+        fragment::copy<plan::kAligned, plan::kThreads>(to.k, gK, 0);
+        fragment::copy<plan::kAligned, plan::kThreads>(to.v, gV, 0);
         gK.skip(plan::kTileKv);
         gV.skip(plan::kTileKv);
+        to.copy<plan::kThreads>(score, first_query, key);
     };
     const bool any = keys.first < keys.last;
     if (any) {
         gK.skip(keys.first * plan::kTileKv);
         gV.skip(keys.first * plan::kTileKv);
         fragment::copy<plan::kAligned, plan::kThreads>(smem.q, gQ, first_query);
-        copy_next(0);
+        copy_next(0, keys.first);
     }
     hw::cp_async_commit();
     if (any && !kScored && score.scale < 0.0f) {  // scores are in units of |scale|
@@ -173,20 +190,25 @@ __device__ __forceinline__ void forward_tile(const Params& p, const Work& work, 
     }
     int slot = 0;
     for (int32 tile = keys.first; tile < keys.last; ++tile, slot ^= 1) {
+        Slot& tiles = smem.slots[slot];
         hw::cp_async_wait<0>();
-        __syncthreads();
-        if (tile + 1 < keys.last) copy_next(slot ^ 1);
+        const bool is_plain = plain.holds(tile);
+        bool special = !is_plain;
+        if constexpr (kPairs) {
+            special =
+                __syncthreads_or(fragment::copied_special<plan::kAligned, plan::kThreads>(tiles.v));
+        } else {
+            __syncthreads();
+        }
+        if (tile + 1 < keys.last) copy_next(slot ^ 1, tile + 1);
         hw::cp_async_commit();
         const int32 key = tile * plan::kTileKv;
-        const bool hides = !plain.holds(tile);
-        auto& k = smem.k[slot];
-        auto& v = smem.v[slot];
-        if (!hides && !state.large) {
-            turn<true>(state, smem.q, k, v, score, warp_row, query, key, factor, false);
+        if (is_plain && !state.large && !(kPairs && special)) {
+            turn<true>(state, smem.q, tiles, score, warp_row, query, key, factor);
         } else {
             // `query` worked out anew, as below: ptxas for sm_80 would keep it twice, and spill.
-            turn<false>(state, smem.q, k, v, score, warp_row, hw::forget(first_query) + warp_row,
-                        key, factor, hides);
+            turn<false>(state, smem.q, tiles, score, warp_row, hw::forget(first_query) + warp_row,
+                        key, factor, special);
         }
     }
     write_results(p, work, score, hw::forget(first_query) + warp_row, state.rows, state.out);

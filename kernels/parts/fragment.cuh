@@ -38,6 +38,34 @@ __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 3
 __device__ __forceinline__ int row_of(int i) { return lane() / 4 + i / 2 * 8; }
 __device__ __forceinline__ int col_of(int i) { return lane() % 4 * 2 + i % 2; }
 
+// --- Infinities and NaN: see special.cuh --------------------------------------------------------
+
+// Halves of a word that are not zero, as masks of 16 bits.
+__device__ __forceinline__ uint32 halves(uint32 word) {
+    return (word & 0xffffu ? 0xffffu : 0u) | (word & 0xffff0000u ? 0xffff0000u : 0u);
+}
+
+// Halves that are infinite or NaN: their exponent is all ones.
+__device__ __forceinline__ uint32 special(uint32 word) {
+    constexpr uint32 kExponents = hw::kIsBfloat16<Element> ? 0x7f807f80u : 0x7c007c00u;
+    return ~halves(~word & kExponents);
+}
+
+// The same at less cost: some of kSpecialBits of the result are set if a half is infinite or NaN.
+// Adding the lowest bit of the exponent carries over if all of its bits are set.
+constexpr uint32 kSpecialBits = 0x80008000u;
+__device__ __forceinline__ uint32 special_bits(uint32 word) {
+    constexpr uint32 kExponents = hw::kIsBfloat16<Element> ? 0x7f807f80u : 0x7c007c00u;
+    constexpr uint32 kLowest = hw::kIsBfloat16<Element> ? 0x00800080u : 0x04000400u;
+    return (word & kExponents) + kLowest;
+}
+
+// Makes 0 of what is infinite or NaN.
+__device__ __forceinline__ void remove_special(uint32 (&operand)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) operand[i / 2][i % 2] &= ~special(operand[i / 2][i % 2]);
+}
+
 // --- From global to shared memory ----------------------------------------------------------------
 
 // The largest divisor of n that is at most 8.
@@ -101,6 +129,40 @@ __device__ __forceinline__ void copy(Tile<kRows, kCols>& tile, const Matrix& m, 
         copy_pieces<kAligned, kThreads>(tile, m, first);
     } else {
         copy_elements<kThreads>(tile, m, first);
+    }
+}
+
+// Is anything infinite or NaN of what the calling thread has brought by copy()? Behind
+// cp_async_wait; no barrier is needed. See special.cuh.
+template <int kAligned, int kThreads, int kRows, int kCols>
+__device__ __forceinline__ bool copied_special(const Tile<kRows, kCols>& tile) {
+    uint32 found = 0;
+    if constexpr (kAligned != 0) {
+        constexpr int kElements = kAligned / static_cast<int>(sizeof(Element));
+        constexpr int kSharers = divisor_to_8(kCols / kElements);
+        constexpr int kStep = kThreads / kSharers;
+        const int thread = hw::forget(static_cast<int>(threadIdx.x));
+        const int row = thread / kSharers, col = thread % kSharers * kElements;
+        if (kThreads % kSharers != 0 && row >= kStep) return false;
+        using Piece = hw::Vec<uint32, kAligned / 4>;
+#pragma unroll
+        for (int i = 0; i < kRows; i += kStep) {
+            if (kRows % kStep != 0 && i + row >= kRows) break;
+#pragma unroll
+            for (int c = 0; c < kCols; c += kSharers * kElements) {
+                const Piece piece = *reinterpret_cast<const Piece*>(&tile.at[i + row][col + c]);
+#pragma unroll
+                for (int w = 0; w < kAligned / 4; ++w) found |= special_bits(piece.v[w]);
+            }
+        }
+        return (found & kSpecialBits) != 0;
+    } else {
+#pragma unroll 4
+        for (int index = static_cast<int>(threadIdx.x); index < kRows * kCols; index += kThreads) {
+            const Element& x = tile.at[index / kCols][index % kCols];
+            found |= special(*reinterpret_cast<const unsigned short*>(&x));
+        }
+        return (found & 0xffffu) != 0;
     }
 }
 
@@ -168,34 +230,6 @@ __device__ __forceinline__ void write_rows(const Matrix& to,
             }
         }
     }
-}
-
-// --- Infinities and NaN: see special.cuh --------------------------------------------------------
-
-// Halves of a word that are not zero, as masks of 16 bits.
-__device__ __forceinline__ uint32 halves(uint32 word) {
-    return (word & 0xffffu ? 0xffffu : 0u) | (word & 0xffff0000u ? 0xffff0000u : 0u);
-}
-
-// Halves that are infinite or NaN: their exponent is all ones.
-__device__ __forceinline__ uint32 special(uint32 word) {
-    constexpr uint32 kExponents = hw::kIsBfloat16<Element> ? 0x7f807f80u : 0x7c007c00u;
-    return ~halves(~word & kExponents);
-}
-
-// The same at less cost: some of kSpecialBits of the result are set if a half is infinite or NaN.
-// Adding the lowest bit of the exponent carries over if all of its bits are set.
-constexpr uint32 kSpecialBits = 0x80008000u;
-__device__ __forceinline__ uint32 special_bits(uint32 word) {
-    constexpr uint32 kExponents = hw::kIsBfloat16<Element> ? 0x7f807f80u : 0x7c007c00u;
-    constexpr uint32 kLowest = hw::kIsBfloat16<Element> ? 0x00800080u : 0x04000400u;
-    return (word & kExponents) + kLowest;
-}
-
-// Makes 0 of what is infinite or NaN.
-__device__ __forceinline__ void remove_special(uint32 (&operand)[2][2]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) operand[i / 2][i % 2] &= ~special(operand[i / 2][i % 2]);
 }
 
 // --- Operands ------------------------------------------------------------------------------------
