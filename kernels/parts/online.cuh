@@ -96,7 +96,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
     for (int r = 0; r < 2 * kSlabs; ++r) {
         const int32 row = row_at(query, r);
         const SeenRun keys = score.band.keys_of(row);
-        const uint32 bits = kHides && kBits ? columns::inside(keys, key) : 0;
+        const uint32 bits = kHides && kBits ? columns::inside<kKeys8>(keys, key) : 0;
         // Of the first key; exact as long as sequences are shorter than 2^24.
         float distance = 0.0f;
         if constexpr (plan::kAlibi) {
