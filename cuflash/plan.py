@@ -412,7 +412,7 @@ class BackwardSm90(_BackwardMma):
     stages: int  # of q
     dout_stages: int
     dq_places: int  # for dq, of so many visits: 1 or 2
-    cache_bytes: int  # of q, dout and dq of heads whose blocks are launched tile by tile
+    cache_bytes: int  # of q, dout and dq of heads whose jobs are drawn tile by tile
     heads_together: int  # with a band: at least
 
     @property

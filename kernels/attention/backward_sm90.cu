@@ -614,9 +614,9 @@ __device__ __forceinline__ bool begin(Smem& smem) {
 
 // --- Parts ---------------------------------------------------------------------------------------
 
-// Of so many heads blocks are launched tile by tile. Blocks of one head wait for one another, but
-// q, dout and the sums of dq, which go around the longest, are to stay in an L2 cache. Without a
-// band blocks of a head soon do not wait any more.
+// Of so many heads jobs are drawn tile by tile. Jobs of one head wait for one another, but q, dout
+// and the sums of dq, which go around the longest, are to stay in an L2 cache. Without a band jobs
+// of a head soon do not wait any more.
 __device__ __forceinline__ int64 heads_together(const Params& p) {
     constexpr int kRowBytes = (plan::kDim + plan::kDimV) * static_cast<int>(sizeof(Element)) +
                               plan::kDqDim * static_cast<int>(sizeof(float));
