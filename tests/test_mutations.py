@@ -1232,7 +1232,7 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "values",
                 "one",
-                "add_special(p, smem, computing_group());",
+                "add_special(p, smem, at.group);",
                 "",
             ),
             (

@@ -310,10 +310,11 @@ struct Sums {
     float dv[1][kColsV / 8][4];
 };
 
-// The calling thread's warpgroup among those that compute.
-__device__ __forceinline__ int computing_group() {
-    return static_cast<int>(hw::forget(static_cast<uint32>(threadIdx.x)) / kGroupThreads) - 1;
-}
+// What a computing thread has passed.
+struct Passed {
+    int group;
+    Stages stage;
+};
 
 // A part of dq of the visit at a stage.
 __device__ __forceinline__ DqParts dq_part(Stages stage, int split) {
@@ -384,12 +385,12 @@ __device__ __forceinline__ void load_keys_again(const TmaParams& p, Smem& smem) 
 }
 
 template <bool kPlain>
-__device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& sums, Stages& next) {
+__device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& sums, Passed& at) {
     const Params& p = maps.call;
     Job& job = smem.job;
-    const Stages stage = next;
-    next.next();
-    const int group = computing_group();
+    const Stages stage = at.stage;
+    at.stage.next();
+    const int group = hw::forget(at.group);  // or operands' descriptors take registers
     QueryTile& q = smem.q[stage.at()];
     const DoutStages dout_stage = {stage.count};
     DoutTile& dout = smem.dout[dout_stage.at()];
@@ -560,7 +561,7 @@ __device__ __forceinline__ void release_keys(Smem& smem) {
 }
 
 // One job.
-__device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Stages& stage) {
+__device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& at) {
     const Job& job = smem.job;
     Sums sums;
     fragment::clear(sums.dk);
@@ -575,20 +576,20 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Stages& 
         const int32 first = uniform(job.queries.any.first);
         for (int32 tile = uniform(job.queries.any.last); tile > first;) {
             if (uniform(job.queries.hides(tile - 1))) {
-                turn<false>(p, smem, sums, stage);
+                turn<false>(p, smem, sums, at);
                 --tile;
             } else {
                 const int32 stop = uniform(max(first, job.queries.all.first));
 #pragma unroll 1
-                for (; tile > stop; --tile) turn<true>(p, smem, sums, stage);
+                for (; tile > stop; --tile) turn<true>(p, smem, sums, at);
             }
         }
     }
     const int32 special = uniform(job.special);
     if (heads > 0 && !special) release_keys(smem);
-    write_results(p.call, job, sums, computing_group());
+    write_results(p.call, job, sums, at.group);
     if (special) {
-        add_special(p, smem, computing_group());
+        add_special(p, smem, at.group);
         hw::fence_proxy_async();
         release_keys(smem);
     }
@@ -722,7 +723,8 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     if (warp >= 4) {
         if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
-        for (Stages stage; begin(smem);) compute(p, smem, stage);
+        Passed at = {warp / 4 - 1};
+        while (begin(smem)) compute(p, smem, at);
         return;
     }
     if constexpr (kGroups > 1) hw::registers_decrease<kFewRegisters>();
