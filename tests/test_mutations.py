@@ -1037,8 +1037,8 @@ MUTANTS = [
                 _GRADIENTS_SM90,
                 "values",
                 "one",
-                "if (heads > 0 && !special) release_keys(smem);",
-                "if (heads > 0) release_keys(smem);",
+                "!job.special && ",
+                "",
             ),
             (
                 "job-taken-while-the-last-one-is-read",

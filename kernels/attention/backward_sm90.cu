@@ -384,8 +384,21 @@ __device__ __forceinline__ void load_keys_again(const TmaParams& p, Smem& smem) 
                [&](KeyTile& to, hw::MBarrier& full) { load_keys(p.k, to, full, smem.job); });
 }
 
+// No product reads the job's keys and values any more.
+__device__ __forceinline__ void release_keys(Smem& smem) {
+    arrive(smem.k_empty);
+    arrive(smem.v_empty);
+}
+
+// Does the job's last visit release them by itself, as soon as dq is there? Only where it hides
+// something, as the last one in causal order does, so that plain turns need not know.
+__device__ __forceinline__ bool releases_early(const Job& job) {
+    return plan::kSplits == 1 && !job.special && job.queries.hides(job.queries.any.first);
+}
+
 template <bool kPlain>
-__device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& sums, Passed& at) {
+__device__ __forceinline__ void turn(
+    const TmaParams& maps, Smem& smem, Sums& sums, Passed& at, bool last = false) {
     const Params& p = maps.call;
     Job& job = smem.job;
     const Stages stage = at.stage;
@@ -449,6 +462,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
     swizzled::start_x_b(sums.dk, ds, q, true, column_group(group) * kCols);
     hw::wgmma_wait<1>();
     hw::pin(swizzled::listed(dq));
+    if (!kPlain && last && uniform(releases_early(job))) release_keys(smem);
     if (p.dq.data) put_dq(smem, dq, group, dq_part(stage, 0), 0);
     if constexpr (plan::kSplits > 1) {
         if (p.dq.data) tell_dq(smem, dq_part(stage, 0));
@@ -554,12 +568,6 @@ __device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, i
     }
 }
 
-// No product reads the job's keys and values any more.
-__device__ __forceinline__ void release_keys(Smem& smem) {
-    arrive(smem.k_empty);
-    arrive(smem.v_empty);
-}
-
 // One job.
 __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& at) {
     const Job& job = smem.job;
@@ -576,8 +584,8 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
         const int32 first = uniform(job.queries.any.first);
         for (int32 tile = uniform(job.queries.any.last); tile > first;) {
             if (uniform(job.queries.hides(tile - 1))) {
-                turn<false>(p, smem, sums, at);
                 --tile;
+                turn<false>(p, smem, sums, at, head == heads - 1 && tile == first);
             } else {
                 const int32 stop = uniform(max(first, job.queries.all.first));
 #pragma unroll 1
@@ -586,7 +594,7 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
         }
     }
     const int32 special = uniform(job.special);
-    if (heads > 0 && !special) release_keys(smem);
+    if (heads > 0 && !special && !uniform(releases_early(job))) release_keys(smem);
     write_results(p.call, job, sums, at.group);
     if (special) {
         add_special(p, smem, at.group);
