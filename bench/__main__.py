@@ -84,7 +84,8 @@ def listing() -> list[str]:
 def facts() -> Row:
     """Return what every row says of the machine."""
     found = machine.facts()
-    for name in ("torch", "jax", "nvidia-cudnn-cu13", "dew-flash-attn-cu13"):
+    packages = ("torch", "jax", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "dew-flash-attn-cu13")
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -120,12 +121,16 @@ class Clock:
         """Whether the budget is used up."""
         return self.seconds() > self._budget
 
+    def part(self, contest: int, done: int) -> float:
+        """Return which part of all rounds is done."""
+        return (contest * self._rounds + done) / self._all
+
     def left(self, contest: int, done: int) -> str:
         """Return a guess of the time that is left, in words."""
-        finished = contest * self._rounds + done
-        if not finished:
+        part = self.part(contest, done)
+        if not part:
             return f"at most {self._budget:.0f} s left"
-        rest = self.seconds() * (self._all - finished) / finished
+        rest = self.seconds() * (1 - part) / part
         return f"{min(rest, max(0.0, self._budget - self.seconds())):.0f} s left"
 
 
@@ -140,10 +145,11 @@ def measure(gpu: Any, wanted: list[Case], plan: harness.Plan, budget: float, tab
                 about = {**case.about(), "dtype": dtype, "direction": "-", "variant": "-"}
                 yield {"kind": "skipped", **about, "reason": f"{budget:g} seconds are over"}
             continue
-        table.progress(f"{title}: check, {clock.left(i, 0)}", log=True)
+        table.begin(clock.part(i, 0), f"{title}: check, {clock.left(i, 0)}")
 
-        def progress(done: int, of: int, i: int = i, title: str = title) -> None:
-            table.progress(f"{title}: round {done}/{of}, {clock.left(i, done)}")
+        def progress(done: int, rows: list[Row], i: int = i, title: str = title) -> None:
+            text = f"{title}: round {done}/{plan.rounds}, {clock.left(i, done)}"
+            table.progress(clock.part(i, done), text, rows)
 
         yield from harness.measure(gpu, some, dtype, plan, progress, clock.late)
         for peer in plan.peers:

@@ -17,7 +17,7 @@ from bench.timing import Contestant, Pace
 __all__ = ["Plan", "Progress", "measure"]
 
 Row = dict[str, Any]
-Progress = Callable[[int, int], None]  # rounds done, of how many
+Progress = Callable[[int, list[Row]], None]  # rounds done, and what they say so far
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def measure(
     cases: list[Case],
     dtype: str,
     plan: Plan,
-    progress: Progress = lambda done, of: None,
+    progress: Progress = lambda done, rows: None,
     late: Callable[[], bool] = lambda: False,
 ) -> Iterator[Row]:
     """Time the calls of some cases together and yield a row for each, in the order of the table.
@@ -115,7 +115,7 @@ def measure(
     contestants = [entry.contestant for entry in entries]
     draw = random.Random(0)
     for done in timing.rounds(gpu, contestants, plan.rounds, plan.pace, timer, draw):
-        progress(done, plan.rounds)
+        progress(done, list(_rows(gpu, entries, timer)))
         if late():
             break
     yield from _rows(gpu, entries, timer)

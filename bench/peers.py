@@ -11,50 +11,17 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from bench import baselines
 from bench.cases import Case
+from bench.cudnn_frontend import CudnnFrontend
 from bench.data import Inputs
+from bench.peer import OURS, Call, Peer, only_plain
 
 __all__ = ["OURS", "PEERS", "Call", "Peer"]
-
-OURS = "cuflash"
-
-
-class Call(NamedTuple):
-    """A prepared call, and how its result is read as arrays (batch, seqlen, heads, dim)."""
-
-    run: Callable[[], Any]
-    read: Callable[[Any], tuple[Any, ...]]
-
-
-class Peer:
-    """An implementation of attention."""
-
-    name = ""
-    on_stream = True  # whether it works on CuPy's current stream, so that events see it
-    allowance = 1.0  # factor of the tolerance for its results
-
-    def available(self) -> str | None:
-        """Return why it cannot be used here, or None."""
-        return None
-
-    def rejects(self, case: Case, dtype: str, direction: str) -> str | None:
-        """Return why it cannot do a call, or None."""
-        return None
-
-    def prepare(self, case: Case, direction: str, inputs: Inputs) -> Call:
-        """Do all that need not be timed."""
-        raise NotImplementedError
-
-    def wait(self, result: Any) -> None:
-        """Wait for a result that synchronising the GPU does not wait for."""
-
-    def free(self) -> None:
-        """Give memory that nobody uses back to the device."""
 
 
 class Cuflash(Peer):
@@ -120,19 +87,6 @@ class Naive(Peer):
         return Call(lambda: baselines.backward(dout, q, k, v, p), heads_third)
 
 
-def _only_plain(case: Case, dtype: str) -> str | None:
-    """Return why a library of 16-bit kernels without our options cannot do a call."""
-    if case.options():
-        return "no options"
-    if dtype not in ("float16", "bfloat16"):
-        return f"no {dtype}"
-    if case.head_dim_v != case.head_dim:
-        return "no value size of its own"
-    if case.causal and case.seqlen_q != case.seqlen_kv:
-        return "causal is aligned at the top left"
-    return None
-
-
 class TorchSdpa(Peer):
     """A back end of PyTorch's scaled_dot_product_attention."""
 
@@ -159,7 +113,7 @@ class TorchSdpa(Peer):
         """See the base class."""
         if max(case.head_dim, case.head_dim_v) > self._largest or case.head_dim % 8:
             return f"head sizes are multiples of 8 up to {self._largest}"
-        return _only_plain(case, dtype)
+        return only_plain(case, dtype)
 
     def prepare(self, case: Case, direction: str, inputs: Inputs) -> Call:
         """See the base class."""
@@ -256,7 +210,7 @@ class FlashAttention3(Peer):
             return "no backward of grouped heads"
         if case.seqlen_q != case.seqlen_kv:
             return "one length"
-        return _only_plain(case, dtype)
+        return only_plain(case, dtype)
 
     def _load(self, path: Path) -> None:
         """Register the library with JAX and make both passes callable."""
@@ -355,6 +309,7 @@ PEERS: dict[str, Peer] = {
         Naive(),
         TorchSdpa("torch-flash", "FLASH_ATTENTION", 256),
         TorchSdpa("torch-cudnn", "CUDNN_ATTENTION", 256),
+        CudnnFrontend(),
         FlashAttention3(),
     )
 }

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 __all__ = ["FIELDS", "Output", "Table", "problems"]
@@ -42,6 +44,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "machine": (dict,),
     "date": (str,),
 }
+BAR = 24  # characters
 MACHINE = ("gpu", "sms", "driver", "cupy", "nvrtc", "numpy", "python", "commit", "dirty")
 
 _COLUMNS = (
@@ -85,31 +88,58 @@ def line(row: dict[str, Any]) -> str:
 
 
 class Table:
-    """Lines on a terminal or in a log. On a terminal the last line shows the progress."""
+    """Lines on a terminal or in a log.
+
+    On a terminal, a few lines below the last one are written anew whenever there is news: how far
+    it is, and the rows of what is being timed. A log has every row once, and a line for each
+    contest.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self._live = stream.isatty()
         self._title = False
+        self._below = 0  # lines that will be written anew
+
+    def _write(self, lines: list[str]) -> None:
+        """Write lines in place of those below the last one."""
+        up = f"\033[{self._below}A" if self._below else ""
+        clear = f"\r{up}\033[J" if self._live else ""
+        self.stream.write(clear + "".join(f"{text}\n" for text in lines))
+        self.stream.flush()
+        self._below = 0
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self.stream.write(("\r\033[K" if self._live else "") + text + "\n")
-        self.stream.flush()
+        self._write([text])
 
     def add(self, row: dict[str, Any]) -> None:
         """Print a row."""
+        lines = [line(row)]
         if not self._title and row["kind"] in ("speed", "skipped", "failed"):
             self._title = True
-            self.say(_COLUMNS)
-        self.say(line(row))
+            lines.insert(0, _COLUMNS)
+        self._write(lines)
 
-    def progress(self, text: str, *, log: bool = False) -> None:
-        """Show how far it is; in a log only what says `log`."""
+    def progress(self, done: float, text: str, rows: Iterable[dict[str, Any]] = ()) -> None:
+        """Show on a terminal which part of all is done, and the rows so far of what is timed."""
+        if not self._live:
+            return
+        size = shutil.get_terminal_size()
+        full = round(done * BAR)
+        lines = [f"[{'#' * full}{'.' * (BAR - full)}] {done:4.0%}  {text}"]
+        lines += [] if self._title else [_COLUMNS]
+        lines += [line(row) for row in rows]
+        # A line that wraps would not be overwritten.
+        lines = [text[: size.columns - 1] for text in lines[: size.lines - 2]]
+        self._write(lines)
+        self._below = len(lines)
+
+    def begin(self, done: float, text: str) -> None:
+        """Say what begins: a line in a log, the progress on a terminal."""
         if self._live:
-            self.stream.write("\r\033[K" + text)
-            self.stream.flush()
-        elif log:
+            self.progress(done, text)
+        else:
             self.say(f"... {text}")
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to first result: a fresh process with an empty cache of kernels, and one that finds it full.
+"""Time to first result, for a table of plans: with an empty cache of kernels, and a full one.
 
 Each process is started anew, imports CuPy and cuflash, copies small arrays to the GPU, and waits
-for the result of a first call and of a second one. `total_s` is what a user waits for, from the
-start of the process to its first result, Python's own start included.
+for the results of a first forward, a first backward, and one more of each. `forward_s` and
+`backward_s` are the first calls: with an empty cache they compile the kernels of one plan each.
+`total_s` is what a user waits for the first forward, from the start of the process, Python's own
+start included. ``python -m bench startup`` runs all of it; `slow` names what is beyond `LIMITS`.
 """
 
 from __future__ import annotations
@@ -15,20 +17,50 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.machine import ROOT
 
-__all__ = ["rows"]
+__all__ = ["CASES", "LIMITS", "Case", "rows"]
 
-CACHES = ("empty", "warm")
-DIRECTIONS = ("forward", "backward")
+#: Seconds that a first call may take, by what the cache holds.
+LIMITS = {"empty": 2.0, "warm": 0.1}
 TIMEOUT = 120
+_LENGTH = 256  # so that arrays of odd head sizes are copied first
 
-Child = Callable[[str, dict[str, str]], dict[str, Any]]
+ALL = ("softcap", "bias", "mask", "alibi_slopes", "sinks", "dropout_p", "packed")
 
 
-def child(direction: str) -> dict[str, float]:
+class Case(NamedTuple):
+    """Calls of both passes."""
+
+    dtype: str
+    head_dim: int
+    options: tuple[str, ...] = ()  # as precompile takes them
+
+
+CASES = (
+    Case("float16", 64),
+    Case("float16", 128),
+    Case("float16", 192),
+    Case("float16", 256),
+    Case("float16", 41),
+    Case("bfloat16", 128, ("packed",)),
+    Case("bfloat16", 128, ("bias",)),
+    Case("bfloat16", 64, ALL),
+    Case("bfloat16", 128, ALL),
+    Case("bfloat16", 256, ALL),
+    Case("float32", 64),
+    Case("float32", 128),
+    Case("float32", 512, ALL),
+    Case("float64", 128),
+    Case("float64", 512, ALL),
+)
+
+Child = Callable[[Case, dict[str, str]], dict[str, Any]]
+
+
+def child(case: Case) -> dict[str, float]:
     """Be the fresh process; returns the seconds of each step."""
     steps = [time.time()]
     import cupy
@@ -38,32 +70,49 @@ def child(direction: str) -> dict[str, float]:
 
     steps.append(time.time())
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((4, 1, 256, 4, 128)).astype(np.float16)
+    dtype: Any = case.dtype
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        dtype = ml_dtypes.bfloat16
+    heads, accum = 4, "f8" if case.dtype == "float64" else "f4"
+    x = rng.standard_normal((4, _LENGTH, heads, case.head_dim)).astype(dtype)
+    every = {
+        "softcap": 30.0,
+        "bias": rng.standard_normal((_LENGTH, _LENGTH)).astype(accum),
+        "mask": rng.random((_LENGTH, _LENGTH)) < 0.9,
+        "alibi_slopes": np.full(heads, 0.1, accum),
+        "sinks": np.zeros(heads, accum),
+        "dropout_p": 0.1,
+    }
+    given: dict[str, Any] = {name: one for name, one in every.items() if name in case.options}
+    given = {n: cupy.asarray(one) if hasattr(one, "shape") else one for n, one in given.items()}
+    if "dropout_p" in given:
+        given["seed"] = 1
     q, k, v, dout = (cupy.asarray(one) for one in x)
+    offsets, forward, backward = (), cuflash.attention, cuflash.attention_backward
+    if "packed" in case.options:
+        offsets = (cupy.asarray([0, _LENGTH // 3, _LENGTH]),) * 2
+        forward, backward = cuflash.attention_varlen, cuflash.attention_varlen_backward
     cupy.cuda.Device().synchronize()
     steps.append(time.time())
-
-    def call() -> None:
-        if direction == "forward":
-            cuflash.attention(q, k, v, causal=True)
-        else:
-            out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
-            cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
-        cupy.cuda.Device().synchronize()
-
     for _ in range(2):
-        call()
+        out, lse = forward(q, k, v, *offsets, **given, causal=True, return_lse=True)
+        cupy.cuda.Device().synchronize()
         steps.append(time.time())
-    names = ("import_s", "gpu_s", "first_call_s", "second_call_s")
+        backward(dout, q, k, v, out, lse, *offsets, **given, causal=True)
+        cupy.cuda.Device().synchronize()
+        steps.append(time.time())
+    names = ("import_s", "gpu_s", "forward_s", "backward_s", "next_forward_s", "next_backward_s")
     found = {name: steps[i + 1] - steps[i] for i, name in enumerate(names)}
     return {**found, "at": steps[3]}
 
 
-def run_child(direction: str, environment: dict[str, str]) -> dict[str, Any]:
+def run_child(case: Case, environment: dict[str, str]) -> dict[str, Any]:
     """Run `child` in a process of its own."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-m", "bench.startup", direction],
+        [sys.executable, "-m", "bench.startup", json.dumps(case)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
@@ -77,21 +126,24 @@ def run_child(direction: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def rows(run: Child = run_child) -> list[dict[str, Any]]:
-    """Measure both directions (a backward comes after its forward) with both caches."""
+    """Measure each case with both caches."""
     found = []
-    for direction in DIRECTIONS:
+    for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
             os.chmod(folder, 0o700)
-            for cache in CACHES:
+            for cache, limit in LIMITS.items():
                 begin = time.time()
-                seconds = run(direction, {"CUFLASH_CACHE_DIR": folder})
+                seconds = run(case, {"CUFLASH_CACHE_DIR": folder})
                 total = seconds.pop("at") - begin
                 row = {name: round(value, 3) for name, value in seconds.items()}
-                about = {"direction": direction, "dtype": "float16", "head_dim": 128}
-                about["cache"] = cache
+                slow = [way for way in ("forward", "backward") if seconds[f"{way}_s"] > limit]
+                about = {"dtype": case.dtype, "head_dim": case.head_dim, "cache": cache}
+                about["options"] = "all" if case.options == ALL else " ".join(case.options)
+                about["slow"] = " ".join(slow)
                 found.append({"kind": "startup", **about, "total_s": round(total, 3), **row})
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(child(sys.argv[1])))
+    dtype, head_dim, options = json.loads(sys.argv[1])
+    print(json.dumps(child(Case(dtype, head_dim, tuple(options)))))

@@ -2,6 +2,7 @@
 """Exact attention (FlashAttention), forward and backward, for CuPy and NumPy arrays."""
 
 from . import reference
+from .ahead import Compiled, precompile
 from .api import (
     attention,
     attention_backward,
@@ -12,9 +13,10 @@ from .api import (
 )
 from .gradients import Gradients
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
+    "Compiled",
     "Gradients",
     "attention",
     "attention_backward",
@@ -22,5 +24,6 @@ __all__ = [
     "attention_varlen_backward",
     "attention_vjp",
     "merge_states",
+    "precompile",
     "reference",
 ]

@@ -111,8 +111,9 @@ def attention(
 
     Notes
     -----
-    Sums, exponentials and products are computed in float32 (float64 for float64) and rounded once.
-    Keys that no query of their head group can see never matter, not even as NaN or infinity. The
+    Sums, exponentials and products are computed in float32 (float64 for float64), and results are
+    rounded once. On tensor cores probabilities are factors, and as such rounded to the dtype. Keys
+    that no query of their head group can see never matter, not even as NaN or infinity. The
     same call gives the same bits.
 
     The algorithm is FlashAttention-2 (Dao, 2023, arXiv:2307.08691) over the online softmax of

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import environment
+
 __all__ = [
     "Form",
     "View",
@@ -67,18 +69,11 @@ class Form(NamedTuple):
 def view(x: Any) -> View:
     """Look at a NumPy or CuPy array."""
     if not isinstance(x, np.ndarray):
-        return _gpu_view(x)
+        return _aligned("array", x)
     shape, strides, size = x.shape, x.strides, x.itemsize
     address = x.__array_interface__["data"][0]
     form = shape, strides, size, address & 15
     return _new(View, (x, x.dtype, shape, strides, address, None, size, form))
-
-
-def _gpu_view(x: Any) -> View:
-    shape, strides, size, data = x.shape, x.strides, x.itemsize, x.data
-    address = data.ptr
-    form = shape, strides, size, address & 15
-    return _new(View, (x, x.dtype, shape, strides, address, data.device_id, size, form))
 
 
 _new = tuple.__new__  # a third of the time of View(...)
@@ -120,14 +115,16 @@ def adopt(name: str, x: Any) -> View:
 _gpu_array: list[type | None] = [None]  # CuPy's, once there was one
 
 
-def _aligned(name: str, array: Any) -> View:
-    x = _gpu_view(array)
-    if (x.address | _bits(x.strides)) & (x.itemsize - 1):
+def _aligned(name: str, x: Any) -> View:
+    shape, strides, size, data = x.shape, x.strides, x.itemsize, x.data
+    address = data.ptr
+    if (address | _bits(strides)) & (size - 1):
         raise ValueError(
-            f"{name}: its elements are not aligned to their size of {x.itemsize} bytes; "
+            f"{name}: its elements are not aligned to their size of {size} bytes; "
             "expected an aligned array: copy the bytes into a fresh one"
         )
-    return x
+    form = shape, strides, size, address & 15
+    return _new(View, (x, x.dtype, shape, strides, address, data.device_id, size, form))
 
 
 @functools.lru_cache(maxsize=1024)  # calls come with the same shapes over and over
@@ -137,24 +134,32 @@ def _bits(strides: tuple[int, ...]) -> int:
 
 def _from_dlpack(name: str, x: Any) -> View:
     kind = x.__dlpack_device__()[0]
+    cupy = _cupy(name) if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED) else None
     try:
         if kind in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
             return adopt(name, np.from_dlpack(x))
-        if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
-            import cupy
-
+        if cupy is not None:
             # CuPy hands its current stream over, and the exporter orders its work before it.
             return _aligned(name, cupy.from_dlpack(x))
     except (BufferError, RuntimeError, TypeError) as error:
         raise TypeError(
             f"{name}: {type(x).__name__} does not come in through DLPack: {error}"
+            f"{environment.advice_on_dtype(x)}"
         ) from error
     raise TypeError(f"{name}: expected an array on a CUDA GPU or the CPU, got DLPack device {kind}")
 
 
-def _from_cuda_interface(name: str, x: Any) -> Any:
-    import cupy
+def _cupy(name: str) -> Any:
+    """Return CuPy, for an array that lies on a GPU; RuntimeError where there is none."""
+    try:
+        environment.gpu_count()
+    except RuntimeError as error:
+        raise RuntimeError(f"{name}: {error}") from error
+    return sys.modules["cupy"]
 
+
+def _from_cuda_interface(name: str, x: Any) -> Any:
+    cupy = _cupy(name)
     interface = x.__cuda_array_interface__
     typestr = interface["typestr"]
     if typestr[1] == "V":

@@ -5,7 +5,8 @@
 (temporary name, then rename), so several processes may fill the cache at once. Libraries are
 executed, so a folder that others may write to is not used. Each file ends with a digest of itself,
 which loaders do not look at: to load a library that a full disk or a crash cut short would end the
-process. Where no folder can be used, a private temporary one lives as long as the process.
+process. Where no folder can be used, a warning says so, and a private temporary one lives as long
+as the process.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ import atexit
 import functools
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["cached", "folder"]
+__all__ = ["cached", "clear", "contents", "folder", "made", "problem", "wanted"]
+
+#: The files that this process has made, in order.
+made: list[Path] = []
 
 
-def _wanted() -> Path:
+def wanted() -> Path:
+    """Return the folder of the cache, whether it can be used or not."""
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     if chosen:
         try:
@@ -67,28 +74,57 @@ def _private(process: int) -> Path:
 
 
 @functools.cache
-def _readable(wanted: Path) -> Path | None:
+def _readable(place: Path) -> Path | None:
     """Return the cache folder if it can be read and nobody else writes to it."""
     try:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_ours(wanted):
-            return wanted
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_ours(place):
+            return place
     except OSError:
+        _warn(_not_writable(place))
         return None
-    warnings.warn(
-        f"cuflash: not caching in {wanted}, since it belongs to somebody else or others can write "
-        "to it (chmod go-w); every process compiles its kernels anew",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    _warn(_not_ours(place))
     return None
+
+
+def _not_ours(place: Path) -> str:
+    return (
+        f"not caching in {place}, since it belongs to somebody else or others can write to it "
+        "(chmod go-w); every process compiles its kernels anew"
+    )
+
+
+def _not_writable(place: Path) -> str:
+    return (
+        f"not caching in {place}, where no file can be made; every process compiles its kernels "
+        "anew: make room there or name another folder in CUFLASH_CACHE_DIR"
+    )
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(f"cuflash: {message}", RuntimeWarning, stacklevel=2)
+
+
+def problem() -> str | None:
+    """Return why compiled kernels cannot be kept, with the cure, or None."""
+    place = wanted()
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(place):
+            return _not_ours(place)
+    except OSError:
+        return _not_writable(place)
+    return None if _can_write(place) else _not_writable(place)
 
 
 def folder() -> Path:
     """Return the folder that new files go to."""
-    wanted = _readable(_wanted())
-    if wanted is not None and _can_write(wanted):
-        return wanted
+    place = _readable(wanted())
+    if place is not None and _can_write(place):
+        return place
+    if place is not None:
+        _warn(_not_writable(place))
     return _private(os.getpid())
 
 
@@ -112,9 +148,9 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
 
     `name` carries a digest of all that decides the contents. A read-only cache is read.
     """
-    wanted = _readable(_wanted())
-    if wanted is not None and _is_whole(wanted / name):
-        return wanted / name
+    place = _readable(wanted())
+    if place is not None and _is_whole(place / name):
+        return place / name
     path = folder() / name
     if not _is_whole(path):
         handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
@@ -123,7 +159,41 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
             build(Path(temporary))
             _seal(Path(temporary))
             os.replace(temporary, path)
+            made.append(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
     return path
+
+
+#: Names of files as `compile` makes them, and of what a process that was stopped left half made.
+_FILE = re.compile(r"\w+-(cpu|sm_\d+a?)-[0-9a-f]{24}\.(so|cubin)")
+_HALF_MADE = re.compile(rf"\.{_FILE.pattern}\.\w+|\.compile-\w+")
+_PATIENCE = 60 * 60  # seconds after which nobody is at work on it any more
+
+
+def contents() -> list[Path]:
+    """Return the files of the cache, and what was left half made."""
+    try:
+        return sorted(path for path in wanted().iterdir() if _is_content(path))
+    except OSError:
+        return []
+
+
+def _is_content(path: Path) -> bool:
+    if _FILE.fullmatch(path.name):
+        return True
+    try:
+        old = time.time() - path.stat().st_mtime > _PATIENCE
+    except FileNotFoundError:
+        return False
+    return old and _HALF_MADE.fullmatch(path.name) is not None
+
+
+def clear() -> None:
+    """Delete the contents of the cache. What is loaded stays usable."""
+    for path in contents():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

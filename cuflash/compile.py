@@ -20,13 +20,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import host, source
+from . import environment, host, source
 from .cache import cached
 from .device import Device
 from .dtypes import DTYPES
 from .plan import UnitPlan
 
-__all__ = ["CpuKernel", "GpuKernel", "Usage", "cubin", "host_library", "kernel", "nvrtc_version"]
+__all__ = [
+    "CpuKernel",
+    "GpuKernel",
+    "Usage",
+    "cubin",
+    "executor_library",
+    "host_library",
+    "kernel",
+    "nvrtc_version",
+]
 
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
@@ -87,13 +96,15 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _nvrtc() -> Any:
+    environment.import_cupy()
     try:
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
     except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RuntimeError(
-            f"NVRTC, CUDA's run-time compiler, cannot be loaded ({error}); install it with "
+            f"NVRTC, CUDA's run-time compiler, cannot be loaded ({reason[0]}); install it with "
             "`pip install nvidia-cuda-nvrtc` for CUDA 13 or `nvidia-cuda-nvrtc-cu12` for CUDA 12"
         ) from error
     return nvrtc
@@ -128,10 +139,11 @@ def compile_cubin(text: str, plan: UnitPlan, device: Device) -> tuple[bytes, str
             log = nvrtc.getProgramLog(program)
             if "gpu-architecture" in log:
                 version = ".".join(map(str, nvrtc.getVersion()))
+                suffix = "" if nvrtc.getVersion() >= (13, 0) else "-cu12"
                 raise RuntimeError(
                     f"NVRTC {version} does not know {device.name}, of compute capability "
                     f"{'.'.join(map(str, device.capability))}; install a version that does "
-                    "(`pip install -U nvidia-cuda-nvrtc`)"
+                    f"(`pip install -U nvidia-cuda-nvrtc{suffix}`)"
                 ) from error
             raise RuntimeError(f"{name} does not compile for {target}:\n{log}") from error
         log = nvrtc.getProgramLog(program)
@@ -164,10 +176,19 @@ def cubin(plan: UnitPlan, device: Device) -> Path:
         image, log = compile_cubin(text, plan, device)
         path.write_bytes(image)
         if os.environ.get("CUFLASH_DEBUG"):
-            print(f"cuflash: compiled {plan.kernel}: {usage(log)}", file=sys.stderr)
+            used = usage(log)
+            print(
+                f"cuflash: compiled {plan.kernel} for {target}: {used.registers} registers, "
+                f"{used.spill_bytes} bytes spilled",
+                file=sys.stderr,
+            )
 
     rest = _nvrtc_options(target), nvrtc_version()
     return _cached(f"{plan.kernel}-{target}", ".cubin", text, (".",), rest, build)
+
+
+#: What a driver says of a kernel that a newer compiler made.
+_UNLOADABLE = ("INVALID_IMAGE", "INVALID_SOURCE", "NO_BINARY_FOR_GPU", "UNSUPPORTED_PTX_VERSION")
 
 
 class GpuKernel:
@@ -177,8 +198,19 @@ class GpuKernel:
         import cupy
 
         raw = cupy.RawModule(path=str(cubin(plan, device))).get_function(plan.kernel)
-        # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
-        raw.max_dynamic_shared_size_bytes = plan.smem_bytes
+        try:
+            # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
+            raw.max_dynamic_shared_size_bytes = plan.smem_bytes
+        except Exception as error:
+            if not any(name in str(error) for name in _UNLOADABLE):
+                raise
+            version = ".".join(map(str, nvrtc_version()))
+            raise RuntimeError(
+                f"the driver does not load what NVRTC {version} compiles for {device.name} "
+                f"({error}); update the driver, or install NVRTC for the driver's CUDA version, "
+                "which `nvidia-smi` prints: `pip install nvidia-cuda-nvrtc` for CUDA 13 or "
+                "`nvidia-cuda-nvrtc-cu12` for CUDA 12"
+            ) from error
         self._module = raw  # keeps the code loaded
         self._threads = plan.threads
         self._smem = plan.smem_bytes
@@ -210,9 +242,14 @@ def _library(name: str, text: str, *, is_kernel: bool, instrumented: bool = Fals
     return _cached(f"{name}-cpu", ".so", text, source.HOST_INCLUDES, rest, build)
 
 
+def executor_library() -> Path:
+    """Return what runs kernels on the CPU, as a shared library."""
+    return _library("executor", '#include "host/executor.cpp"\n', is_kernel=False)
+
+
 @functools.cache
 def _runtime() -> host.Runtime:
-    return host.Runtime(_library("executor", '#include "host/executor.cpp"\n', is_kernel=False))
+    return host.Runtime(executor_library())
 
 
 def host_races() -> bool:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-__all__ = ["CPU", "Device", "architecture", "gpu"]
+from . import environment
+
+__all__ = ["CPU", "Device", "architecture", "architectures", "current", "gpu"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,16 @@ def architecture(major: int, minor: int, sms: int = 100) -> Device:
     """Describe an architecture without having such a GPU: plans and compilation need no more."""
     block, sm = _SMEM[major, minor]
     return Device(f"sm_{major}{minor}", (major, minor), sms, block, sm)
+
+
+def architectures() -> list[Device]:
+    """Describe all architectures that are known without a GPU."""
+    return [architecture(*capability) for capability in _SMEM]
+
+
+def current() -> Device:
+    """Describe the current GPU; RuntimeError if there is none that can be used."""
+    return gpu(environment.current_gpu())
 
 
 @functools.cache

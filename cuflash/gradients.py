@@ -15,7 +15,8 @@ class Gradients:
     """Gradients of an attention call.
 
     Iterating gives ``dq, dk, dv`` and nothing else, so ``dq, dk, dv = grads`` works whatever the
-    call's options, and keeps working when later versions add fields.
+    call's options, and keeps working when later versions add fields. Where the call's ``wrt``
+    leaves out an argument, its gradient is None.
 
     Attributes
     ----------
@@ -24,8 +25,6 @@ class Gradients:
         dtype of its argument.
     dbias, dsinks : array or None
         The same for ``bias`` and ``sinks``; None in a call that has no such argument.
-
-    Where the call's ``wrt`` leaves out an argument, its gradient is None.
     """
 
     dq: Any

@@ -7,6 +7,7 @@ The caller (api.py) makes the arrays' GPU the current one.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 import sys
@@ -36,7 +37,7 @@ from .plan import MAPS_AT, TMA_PARAMS_BYTES, Box, KernelPlan, MergeStates, Plan,
 from .problem import Arrays, Problem, Traits
 from .tensormap import MAP_BYTES
 
-__all__ = ["backward", "forward", "host_seed", "merge", "workspace_bytes"]
+__all__ = ["backward", "forward", "host_seed", "merge", "selection", "workspace_bytes"]
 
 _MAX_BLOCKS = 2**31 - 1
 _MAX_STREAMS = 64  # whose counters are kept
@@ -62,7 +63,9 @@ def host_seed() -> int:
 
 def forward(problem: Problem, inputs: Arrays, out: View, lse: View | None) -> None:
     """Fill `out`, and `lse` if it is not None."""
-    _run("forward", problem, inputs, {"out": out, "lse": lse}, None)
+    _run(
+        "forward", problem, inputs, {"out": out} if lse is None else {"out": out, "lse": lse}, None
+    )
 
 
 def backward(
@@ -77,12 +80,32 @@ def backward(
 
 def workspace_bytes(problem: Problem, inputs: Arrays, results: dict[str, View]) -> int:
     """Return how much scratch memory a backward call takes."""
-    views = _views(inputs, results, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
-    return _recipe_of("backward", problem, inputs, results, views).scratch_bytes
+    operands = _operands(inputs, results, _options(problem, inputs))
+    return _recipe_of("backward", problem, inputs, results, operands).scratch_bytes
 
 
 def _runs(plan: KernelPlan, results: Container[str]) -> bool:
     return not plan.results or any(name in results for name in plan.results)
+
+
+def selection(
+    direction: Literal["forward", "backward"],
+    problem: Problem,
+    layout: Layout,
+    results: Container[str],
+    given: Mapping[str, Form],
+    find: Callable[[Traits], Plan],
+) -> tuple[Traits, dict[str, Form]]:
+    """Return what the kernels of a call are selected by, and which copies of arrays they take.
+
+    `given` has the forms of the call's arrays by name, and `find` returns the plan for traits.
+    """
+
+    def chosen(traits: Traits) -> Plan:
+        return tuple(kernel for kernel in find(traits) if kernel.results and _runs(kernel, results))
+
+    places = realign.places(direction, problem, layout, given, chosen)
+    return realign.traits(direction, problem, layout, {**given, **places}), places
 
 
 def _scratch(needs: Iterable[Mapping[str, int]]) -> tuple[dict[str, int], int]:
@@ -99,15 +122,15 @@ class _Words(NamedTuple):
     """The bytes of a struct of parameters, and the words of it that are addresses."""
 
     params: bytes
-    addresses: tuple[tuple[int, int], ...]  # the word, and which operand it points to
+    addresses: tuple[tuple[int, str], ...]  # the word, and which operand it points to
     scratch: tuple[tuple[int, int], ...]  # the word, and where in the workspace it points
 
-    def write(self, room: _Params, views: tuple[View | None, ...], start: int) -> None:
+    def write(self, room: _Params, operands: Mapping[str, View], start: int) -> None:
         """Write the struct of a call whose workspace begins at `start`."""
         words = room.words
         room.view[:] = self.params
-        for word, operand in self.addresses:
-            words[word] = views[operand].address  # type: ignore[union-attr]
+        for word, name in self.addresses:
+            words[word] = operands[name].address
         for word, offset in self.scratch:
             words[word] = start + offset
 
@@ -147,21 +170,16 @@ def _recipe(
     layout: Layout,
     index: int | None,
     results: tuple[str, ...],
-    *forms: tuple[Any, ...] | None,
+    names: tuple[str, ...],
+    *forms: tuple[Any, ...],
 ) -> _Recipe:
-    """Work out a kind of call; `forms` are those of the operands, in order."""
-    names = Operands._fields
-    given = {name: Form(*x) for name, x in zip(names, forms, strict=True) if x is not None}
-
-    def chosen(traits: Traits) -> Plan:
-        plan = _plan(direction, traits, index)
-        return tuple(kernel for kernel in plan if kernel.results and _runs(kernel, results))
-
-    places = realign.places(direction, problem, layout, given, chosen)
+    """Work out a kind of call; `names` and `forms` are those of its arrays."""
+    given = {name: Form(*x) for name, x in zip(names, forms, strict=True)}
+    find = functools.partial(_plan, direction, index=index)
+    traits, places = selection(direction, problem, layout, results, given, find)
     if places and os.environ.get("CUFLASH_DEBUG"):
         print(f"cuflash: {direction}, on copies of {', '.join(places)}", file=sys.stderr)
     used = {**given, **places}
-    traits = realign.traits(direction, problem, layout, used)
     steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
     sizes = {name: realign.nbytes(place) for name, place in places.items()}
     offsets, size = _scratch([*(plan.scratch(problem) for plan, _ in steps), sizes])
@@ -186,7 +204,7 @@ def _recipe(
         tuple((kernel, n) for (_, kernel), n in zip(steps, blocks, strict=True) if n),
         _Words(
             bytes(room),
-            tuple((ADDRESSES[name], names.index(name)) for name in given if name not in places),
+            tuple((ADDRESSES[name], name) for name in given if name not in places),
             tuple((ADDRESSES[name], offset) for name, offset in offsets.items()),
         ),
         size,
@@ -216,7 +234,7 @@ def _copies(
     for name, (source, to) in zip(names, COPY_ADDRESSES, strict=False):
         array, place = (to, source) if back else (source, to)
         pairs.append((places[name], given[name]) if back else (given[name], places[name]))
-        addresses.append((array, Operands._fields.index(name)))
+        addresses.append((array, name))
         scratch.append((place, offsets[name]))
     parts = pack_copies(room, plan, pairs, layout)
     struct = _Words(bytes(room), tuple(addresses), tuple(scratch))
@@ -283,44 +301,67 @@ def _stream() -> Any:
     return sys.modules["cupy"].cuda.get_current_stream()
 
 
-def _views(
-    i: Arrays, results: Mapping[str, View | None], cu_q: View | None, cu_kv: View | None
-) -> tuple[View | None, ...]:
-    """Return the operands in their order, without those that lie in workspace."""
-    get = results.get
-    return (
-        *(i.q, i.k, i.v, get("out", i.out), i.dout),
-        *(get("dq"), get("dk"), get("dv"), get("lse", i.lse), i.dlse, None),
-        *(i.bias, get("dbias"), i.mask, i.slopes, i.sinks, get("dsinks")),
-        *(cu_q, cu_kv, None, None, None, None, None, i.seed),
-    )
+def _options(problem: Problem, i: Arrays) -> dict[str, View]:
+    """Return the arrays that options have, by their names in Params."""
+    if not problem.features:
+        return {}
+    found = {
+        "bias": i.bias,
+        "mask": i.mask,
+        "slopes": i.slopes,
+        "sinks": i.sinks,
+        "seed": i.seed,
+        "cu_seqlens_q": i.cu_seqlens_q,
+        "cu_seqlens_kv": i.cu_seqlens_kv,
+    }
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _operands(
+    i: Arrays, results: Mapping[str, View], options: Mapping[str, View]
+) -> dict[str, View]:
+    """Return the arrays of a call by their names in Params, without those in workspace."""
+    found = {"q": i.q, "k": i.k, "v": i.v, **results, **options}
+    if i.out is not None and i.lse is not None and i.dout is not None:
+        found |= {"out": i.out, "lse": i.lse, "dout": i.dout}
+        if i.dlse is not None:
+            found["dlse"] = i.dlse
+    return found
 
 
 def _recipe_of(
     direction: Literal["forward", "backward"],
     problem: Problem,
     inputs: Arrays,
-    results: Mapping[str, View | None],
-    views: tuple[View | None, ...],
+    results: Mapping[str, View],
+    operands: Mapping[str, View],
 ) -> _Recipe:
     kind = problem._replace(seed=0) if problem.seed else problem
-    forms = [None if x is None else x.form for x in views]
-    return _recipe(direction, kind, inputs.layout, inputs.device, tuple(results), *forms)
+    return _recipe(
+        direction,
+        kind,
+        inputs.layout,
+        inputs.device,
+        tuple(results),
+        tuple(operands),
+        *[x.form for x in operands.values()],
+    )
 
 
 def _run(
     direction: Literal["forward", "backward"],
     problem: Problem,
     inputs: Arrays,
-    results: Mapping[str, View | None],
+    results: Mapping[str, View],
     workspace: View | None,
 ) -> None:
     i = inputs
-    cu_q, cu_kv = i.cu_seqlens_q, i.cu_seqlens_kv
-    if cu_q is not None and cu_kv is not None and i.device is not None:
-        cu_q, cu_kv = _on_device(cu_q), _on_device(cu_kv)
-    views = _views(i, results, cu_q, cu_kv)
-    recipe = _recipe_of(direction, problem, i, results, views)
+    options = _options(problem, i)
+    if i.device is not None and problem.is_packed:
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            options[name] = _on_device(options[name])
+    operands = _operands(i, results, options)
+    recipe = _recipe_of(direction, problem, i, results, operands)
     stream = None if i.device is None else _stream()
     owner, start, size = workspace, 0, recipe.scratch_bytes
     if workspace is not None:
@@ -331,7 +372,7 @@ def _run(
             _captured.append(owner)
     room = _params
     words = room.words
-    recipe.words.write(room, views, start)
+    recipe.words.write(room, operands, start)
     words[SEED] = problem.seed
     for place, word, encode in recipe.maps:
         room.view[place : place + MAP_BYTES] = encode(words[word])
@@ -344,11 +385,7 @@ def _run(
             words[ADDRESSES["tickets"]] = _tickets.of(i.device, stream)
     if stream is None:
         _warn_if_slow(direction, problem, inputs)
-        buffers = [
-            (name, *arrays.extent(x), name in results)
-            for name, x in zip(Operands._fields, views, strict=True)
-            if x is not None
-        ]
+        buffers = [(name, *arrays.extent(x), name in results) for name, x in operands.items()]
         if workspace is not None:
             buffers.append(("workspace", *arrays.extent(workspace), True))
         elif size:
@@ -359,20 +396,20 @@ def _run(
         rest: tuple[Any, ...] = buffers, host_seed()
     else:
         rest = (stream.ptr,)
-    _copy(recipe.before, views, start, rest)
+    if recipe.before:
+        _copy(recipe.before, operands, start, rest)
     given = room.given(stream is None)
     for kernel, blocks in recipe.kernels:
         kernel.launch(blocks, given, *rest)
-    _copy(recipe.after, views, start, rest)
-    del owner, cu_q, cu_kv  # not before here: their memory may be given away
+    if recipe.after:
+        _copy(recipe.after, operands, start, rest)
+    del owner, operands, options  # not before here: their memory may be given away
 
 
-def _copy(
-    copies: _Copies | None, views: tuple[View | None, ...], start: int, rest: tuple[Any, ...]
-) -> None:
-    if copies is not None:
-        copies.words.write(_copy_params, views, start)
-        copies.kernel.launch(copies.blocks, _copy_params.given(len(rest) > 1), *rest)
+def _copy(copies: _Copies, operands: Mapping[str, View], start: int, rest: tuple[Any, ...]) -> None:
+    copies.words.write(_copy_params, operands, start)
+    on_cpu = len(rest) > 1
+    copies.kernel.launch(copies.blocks, _copy_params.given(on_cpu), *rest)
 
 
 def forget() -> None:
@@ -445,13 +482,29 @@ def _steps(
     facts = _facts(index)
     plan = _plan(direction, traits, index)
     if os.environ.get("CUFLASH_DEBUG"):
-        for kernel in plan:
-            print(
-                f"cuflash: {direction}, {traits}, {facts.name} -> {kernel}, "
-                f"{kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory",
-                file=sys.stderr,
-            )
+        print(_describe(direction, traits, facts, plan), file=sys.stderr)
     return tuple((kernel, compile.kernel(kernel, facts, index)) for kernel in plan)
+
+
+def _describe(direction: str, traits: Traits, facts: device.Device, plan: Plan) -> str:
+    """Return what CUFLASH_DEBUG prints of a plan: a line, and one for each kernel."""
+    t = traits
+    options = " ".join(t.features) or "none"
+    lines = [
+        f"cuflash: {direction} on {facts.name}: {t.dtype}, head sizes {t.head_dim} and "
+        f"{t.head_dim_v}, options {options}, rows moved by {t.aligned or t.dtype.itemsize} bytes"
+        f"{' or TMA' if t.boxes else ''}"
+    ]
+    for kernel in plan:
+        fields = dataclasses.asdict(kernel)
+        flags = " ".join(name for name, value in fields.items() if value is True)
+        sizes = ", ".join(f"{x} {y}" for x, y in fields.items() if type(y) is int)
+        lines.append(
+            f"cuflash:   {kernel.kernel} ({kernel.family}): {kernel.threads} threads, "
+            f"{kernel.smem_bytes} bytes of shared memory; {sizes and sizes + '; '}"
+            f"code for {flags or 'no options'}"
+        )
+    return "\n".join(lines)
 
 
 _warned = False

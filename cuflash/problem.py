@@ -20,6 +20,7 @@ from .layout import AXES, Layout, read_axes, read_layout
 
 __all__ = [
     "FEATURES",
+    "MAX_HEAD_DIM",
     "MAX_LENGTH",
     "OPEN",
     "Arrays",
@@ -34,7 +35,7 @@ OPEN = 2**31 - 1
 
 #: Lengths below this keep every sum of two positions in 32 bits.
 MAX_LENGTH = 2**30
-_MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 512  # of q and k, and of v
 
 #: Options that kernels are compiled for; the others are run-time values and cost nothing.
 FEATURES = ("softcap", "bias", "mask", "alibi", "sinks", "dropout", "packed")
@@ -128,8 +129,9 @@ def read(
     q, k, v = arrays.adopt("q", q), arrays.adopt("k", k), arrays.adopt("v", v)
     dtype = checks.element_type("q", q)
     layout = read_layout(layout)
-    _same_kind("k", k, q, q.device)
-    _same_kind("v", v, q, q.device)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype is not q.dtype or x.device != q.device:
+            _same_kind(name, x, q, q.device)
     left, right = _window(window)
     if checks.flag("causal", causal):
         right = 0
@@ -174,9 +176,9 @@ def _geometry(
     checks.same_shape("k", k, k_shape, "batch and head_dim of q")
     checks.same_shape("v", v, v_shape, "batch, length, heads of k")
     for name, size in (("q", head_dim), ("v", head_dim_v)):
-        if not 1 <= size <= _MAX_HEAD_DIM:
+        if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(
-                f"{name}: head size (its last axis) must be 1 to {_MAX_HEAD_DIM}, got {size}; "
+                f"{name}: head size (its last axis) must be 1 to {MAX_HEAD_DIM}, got {size}; "
                 f"the shape is read as {AXES[layout]}"
             )
     if heads_q % heads_kv if heads_kv else heads_q:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Attention in float64 NumPy, forward and backward: what the kernels are tested against.
 
-Written for the reader, not for speed: the whole score matrix is built. Per query row :math:`i`,
-with sums over the keys :math:`j` that the row sees and with nothing taken from the others:
+Written for the reader, not for speed: the whole score matrix is built. The softmax is that of [1]_,
+the gradients are those of [2]_, one log-sum-exp per row is from [3]_ and the slopes are from [4]_.
+Per query row :math:`i`, with sums over the keys :math:`j` that the row sees and with nothing taken
+from the others:
 
 .. math::
 
@@ -84,7 +86,7 @@ def attention(
     seed: int | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
-) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+) -> Any:
     """Compute exact attention in float64.
 
     Parameters
@@ -206,7 +208,7 @@ def attention_varlen(
     layout: str = "bshd",
     return_lse: bool = False,
     **options: Any,
-) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+) -> Any:
     """Compute exact attention of sequences packed one after another, in float64.
 
     Entry b of the batch is ``q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]`` with the keys and values

@@ -105,8 +105,10 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # In continuous integration all packages are there, and only a GPU may be missing.
-    excused = item.get_closest_marker("gpu") or hasattr(report, "wasxfail")
+    # In continuous integration all packages are there, and only a GPU may be missing, or one of the
+    # libraries of test_interop.py.
+    may_miss = item.get_closest_marker("gpu") or item.get_closest_marker("library")
+    excused = may_miss or hasattr(report, "wasxfail")
     if report.skipped and not excused and os.environ.get("CI"):
         reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome, report.longrepr = "failed", f"not allowed in CI: {reason}"

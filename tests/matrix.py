@@ -366,17 +366,18 @@ def _mma_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
     each alignment. Their head sizes differ.
     """
     names = [name for name, where in ARCHITECTURES.items() if where.capability >= (8, 0)]
+    n = len(names)
     sets = [tuple(n for n in FEATURES if n in s) for s in mma.FEATURE_SETS]
     dtypes, sizes, alignments = ("float16", "bfloat16"), mma._PADDED, (16, 8, 0)
     calls = list(itertools.product(names, dtypes, sizes, sets, alignments))
     if not full:
         calls = [
-            (names[(2 * i + j) % 5], dtypes[(i + j) % 2], size, (), alignments[(i + j) % 3])
+            (names[(2 * i + j) % n], dtypes[(i + j) % 2], size, (), alignments[(i + j) % 3])
             for i, size in enumerate(sizes)
             for j in range(2)
         ]
         calls += [
-            (names[(i + 2 * j) % 5], dtypes[j % 2], sizes[(i + 4 * j) % 12], options, aligned)
+            (names[(i + 2 * j) % n], dtypes[j % 2], sizes[(i + 4 * j) % 12], options, aligned)
             for i, options in enumerate(sets[1:])
             for j, aligned in enumerate(alignments)
         ]

@@ -1106,10 +1106,16 @@ def test_debug_names_problem_and_plan(
     x = normal(backend, 0, (5, 2, 8))
     cuflash.attention(x, x, x)
     cuflash.attention(x, x, x)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "->" in line]
-    assert len(lines) == 1
-    for part in ("cuflash: forward", "float32", "head_dim=8", "ForwardSimt(", "bytes of"):
+    said = capsys.readouterr().err.splitlines()
+    lines = [line for line in said if "compiled" not in line]
+    assert len(lines) == 2 and all(line.startswith("cuflash: ") for line in said)
+    for part in ("cuflash: forward on ", "float32", "head sizes 8 and 8", "options none"):
         assert part in lines[0]
+    for part in ("  forward_simt (simt): ", "bytes of shared", "tile_q ", "code for no options"):
+        assert part in lines[1]
+    cuflash.attention(x, x, x, sinks=backend.array(np.zeros(2, np.float32)))
+    said = capsys.readouterr().err
+    assert "options sinks, rows" in said and "code for softcap bias mask" in said
 
 
 def test_public_names() -> None:

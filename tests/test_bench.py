@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import re
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from bench.cases import CASES, Case  # noqa: E402
 from bench.gpu import peak  # noqa: E402
 from bench.peers import OURS, PEERS, Call, Peer  # noqa: E402
 from bench.timing import Contestant, Pace  # noqa: E402
-from cuflash import device, reference, select  # noqa: E402
+from cuflash import device, launch, reference, select  # noqa: E402
 from cuflash.dtypes import DTYPES  # noqa: E402
 from cuflash.problem import Traits  # noqa: E402
 
@@ -408,7 +411,7 @@ def test_no_round_begins_after_the_budget(one_set: None) -> None:
 def test_absent_peers_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("FLASH_ATTENTION_3", raising=False)
-    for name in ("torch-flash", "torch-cudnn", "fa3"):
+    for name in ("torch-flash", "torch-cudnn", "cudnn", "fa3"):
         reason = PEERS[name].available()
         assert reason and "install" in reason
     monkeypatch.setenv("FLASH_ATTENTION_3", str(tmp_path / "none.so"))
@@ -562,19 +565,63 @@ def test_a_family_is_left_out_while_cases_run(
     assert {row["machine"]["family"] for row in rows} == {"simt"}
 
 
-def test_a_terminal_shows_one_line_of_progress() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    """What a terminal shows, of the control sequences that a table uses."""
 
+    def isatty(self) -> bool:
+        return True
+
+    def shown(self) -> list[str]:
+        lines, at = [""], 0
+        for part in re.split(r"(\n|\r|\033\[\d*[AJ])", self.getvalue()):
+            if part == "\n":
+                at += 1
+                lines += [""] * (at == len(lines))
+            elif part.endswith("A") and part.startswith("\033"):
+                at -= int(part[2:-1])
+            elif part == "\033[J":
+                lines[at:] = [""]
+            elif part not in ("", "\r"):
+                assert not lines[at]
+                lines[at] = part
+        return lines
+
+
+def test_a_terminal_shows_what_is_timed_below_what_is_done(
+    one_set: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    gpu = FakeGpu()
+    rows = run(gpu, [FakePeer(gpu, OURS, 0.5)])
     terminal, log = Terminal(), io.StringIO()
     for stream in (terminal, log):
         table = report.Table(stream)
-        table.progress("round 1/9")
-        table.progress("check", log=True)
-        table.say("done")
-    assert terminal.getvalue() == "\r\033[Kround 1/9\r\033[Kcheck\r\033[Kdone\n"
-    assert log.getvalue() == "... check\ndone\n"
+        table.begin(0, "check")
+        table.progress(0.25, "round 1/4", rows)
+        if stream is terminal:
+            assert terminal.shown()[0] == f"[{'#' * 6}{'.' * 18}]  25%  round 1/4"
+            assert all(len(text) < 80 for text in terminal.shown())
+            assert [text[:15] for text in terminal.shown()[2:]] == ["small          "] * 2 + [""]
+        table.progress(0.5, "round 2/4", rows[:1])
+        for row in rows:
+            table.add(row)
+        table.progress(1.0, "done")
+        table.say("over")
+    whole = [report.line(row) for row in rows]
+    assert terminal.shown()[1:] == [*whole, "over", ""]
+    assert log.getvalue().splitlines() == ["... check", terminal.shown()[0], *whole, "over"]
+
+
+def test_a_run_on_a_terminal_ends_with_the_table(
+    small_table: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main("--dtype=bfloat16") == 0
+    assert "round 3/3" in terminal.getvalue()
+    shown = terminal.shown()
+    assert "round" not in "".join(shown)
+    assert sum("d128-s1024-full" in text for text in shown) == 4
 
 
 def test_the_time_that_is_left_is_guessed() -> None:
@@ -610,18 +657,44 @@ def test_published_cells_are_of_cases_in_the_table() -> None:
 def test_time_to_the_first_result_is_measured_in_two_processes() -> None:
     calls = []
 
-    def child(direction: str, environment: dict[str, str]) -> dict[str, Any]:
-        calls.append((direction, environment["CUFLASH_CACHE_DIR"]))
+    def child(case: startup.Case, environment: dict[str, str]) -> dict[str, Any]:
+        calls.append((case, environment["CUFLASH_CACHE_DIR"]))
         import time
 
-        return {"import_s": 0.5, "first_call_s": 2.0, "at": time.time() + 4}
+        seconds = {"import_s": 0.5, "forward_s": 0.2, "backward_s": 2.5}
+        return {**seconds, "at": time.time() + 4}
 
     rows = startup.rows(child)
-    assert [(row["direction"], row["cache"]) for row in rows] == [
-        *(("forward", "empty"), ("forward", "warm"), ("backward", "empty"), ("backward", "warm")),
-    ]
+    assert [row["cache"] for row in rows] == ["empty", "warm"] * len(startup.CASES)
+    assert [case for case, _ in calls[::2]] == [*startup.CASES]
     assert calls[0] == calls[1] != calls[2] and calls[0][1] != calls[2][1]
-    assert rows[0]["total_s"] == pytest.approx(4, abs=0.5) and rows[0]["first_call_s"] == 2.0
+    assert rows[0]["total_s"] == pytest.approx(4, abs=0.5) and rows[0]["backward_s"] == 2.5
+    assert rows[0]["slow"] == "backward" and rows[1]["slow"] == "forward backward"
+    assert len({(row["dtype"], row["head_dim"], row["options"]) for row in rows}) == len(rows) / 2
+
+
+@pytest.mark.parametrize("options", [(), ("bias", "dropout_p"), startup.ALL], ids=str)
+def test_first_calls_are_of_both_passes(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NumPy arrays, which a module in the place of CuPy makes."""
+    gpu = types.SimpleNamespace(synchronize=lambda: None)
+    cuda = types.SimpleNamespace(Device=lambda: gpu)
+    stand_in = types.SimpleNamespace(asarray=np.asarray, cuda=cuda, ndarray=())
+    monkeypatch.setitem(sys.modules, "cupy", stand_in)
+    monkeypatch.setattr(startup, "_LENGTH", 24)
+    used, find = set(), select.choose
+
+    def choose(direction: Any, traits: Traits, where: device.Device) -> Any:
+        used.update(traits.features)
+        return find(direction, traits, where)
+
+    monkeypatch.setattr(select, "choose", choose)
+    launch.forget()
+    seconds = startup.child(startup.Case("bfloat16", 8, options))
+    launch.forget()
+    assert {"forward_s", "backward_s", "next_forward_s", "next_backward_s"} < set(seconds)
+    assert used == {name.split("_")[0] for name in options}
 
 
 def test_the_kernels_of_the_clock_compile() -> None:

@@ -102,6 +102,53 @@ def test_packed_documents():
     assert tokens and all(0 <= int(token) < 1000 for token in tokens[1].split()), report
 
 
+def test_long_sequence():
+    report = run("long_sequence.py", "--length", "512", "--window", "100", "--heads", "2")
+    assert len(re.findall(r"^causal", report, re.MULTILINE)) == 2
+    assert [int(x) for x in re.findall(r"  length (\d+):", report)] == [128, 256, 512] * 2
+    errors = re.findall(r"^ +(\w+) +largest (?:relative )?error (\S+)$", report, re.MULTILINE)
+    assert [name for name, _ in errors] == ["out", "lse", "dq", "dk", "dv"] * 2
+    # bfloat16 rounds at 4e-3, relative to the largest number of a row half of that.
+    limits = {"lse": 1e-5}
+    assert all(float(error) < limits.get(name, 2e-2) for name, error in errors), report
+
+
+def test_long_sequence_finds_wrong_rows(capsys):
+    example = load("long_sequence")
+    if example.xp is not np:
+        pytest.skip("the numbers are those of NumPy arrays")
+    example.xp.random.seed(0)
+    example.BLOCK = 50  # several blocks, the last one shorter
+    arrays = [example.random(256, heads) for heads in (2, 1, 1, 2)]
+    results, *_ = example.both_passes(arrays, {"window": (99, 0)})
+
+    def errors(results, window):
+        capsys.readouterr()
+        example.check(arrays, results, window)
+        found = re.findall(r" (\w+) +largest .*error (\S+)$", capsys.readouterr().out, re.M)
+        return {name: float(x) for name, x in found}
+
+    right = errors(results, 100)
+    assert right["lse"] < 1e-5 and max(right.values()) < 2e-2, right
+    other = errors(results, 101)  # a key more
+    assert all(other[name] > 4 * x for name, x in right.items()), (right, other)
+    for i, name in enumerate(("out", "lse", "dq", "dk", "dv")):
+        wrong = [x.copy() for x in results]
+        last = (1, 254) if name == "lse" else (254, -1)
+        wrong[i][last] = 3
+        assert errors(wrong, 100)[name] > 0.1
+
+
+def test_pairs_of_long_sequences():
+    example = load("long_sequence")
+    position = np.arange(50)
+    for window in (None, 1, 7, 50, 80):
+        seen = position[None, :] <= position[:, None]
+        if window is not None:
+            seen &= position[None, :] > position[:, None] - window
+        assert example.pairs(50, window) == seen.sum()
+
+
 def test_smollm2_completes(smollm2):
     assert "The capital of France is Paris." in run("smollm2.py", "--tokens", "2")
 
@@ -151,6 +198,47 @@ def test_tokenizer(tokenizer, text):
     assert ids == KNOWN[text]
 
 
+# --- fuzzed_pipeline ------------------------------------------------------------------------------
+
+
+def fuzz(folder):
+    """Run the example's tests in a folder; returns the process."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "."],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=folder,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+
+
+def test_fuzzed_pipeline():
+    done = fuzz(EXAMPLES / "fuzzed_pipeline")
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("self._length = new.stop", "self._length = new.stop + 1", "out: NaN in the wrong place"),
+        ("causal=True", "causal=self._length == q.shape[-3]", "out: .* elements are off"),
+    ],
+    ids=["a token too many", "a mask for the prompt alone"],
+)
+def test_faults_of_the_fuzzed_pipeline_are_found(tmp_path, old, new, message):
+    for name in ("pipeline.py", "test_pipeline.py"):
+        text = (EXAMPLES / "fuzzed_pipeline" / name).read_text(encoding="utf-8")
+        if name == "pipeline.py":
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    done = fuzz(tmp_path)
+    assert done.returncode == 1 and re.search(message, done.stdout), done.stdout + done.stderr
+    assert "call=arrays_of(" in done.stdout  # what to put into a test of its own
+
+
 # --- docs/cpu-backend.md --------------------------------------------------------------------------
 
 
@@ -186,3 +274,12 @@ def test_a_kernel_of_ones_own_without_its_barrier(tmp_path, instrumented):
     done = own_kernel(tmp_path, edit)
     message = "race in shared memory" if instrumented else "AssertionError"
     assert done.returncode == 1 and message in done.stderr, done.stderr
+
+
+def test_commands_in_the_documentation_select_tests():
+    """pytest -k with a word that no test has runs nothing."""
+    text = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "docs").rglob("*.md")))
+    found = re.findall(r"pytest (tests/\w+\.py) -k (\w+)", text)
+    assert found
+    for name, word in found:
+        assert re.search(rf"^def test_\w*{word}", (ROOT / name).read_text("utf-8"), re.MULTILINE)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wheel holds, and that it runs outside the checkout."""
+"""What a wheel and an sdist hold, and that a wheel runs outside the checkout."""
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,23 +18,39 @@ import cuflash
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(what: str, source: Path, folder: Path) -> Path:
+    """Build a "wheel" or an "sdist" of a source tree."""
     pytest.importorskip("hatchling", reason="the build back end hatchling is not installed")
-    folder = tmp_path_factory.mktemp("wheel")
-    code = "import sys; from hatchling import build; print(build.build_wheel(sys.argv[1]))"
+    code = f"import sys; from hatchling import build; print(build.build_{what}(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return folder / result.stdout.split()[-1]
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def unpacked(wheel: Path, folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(wheel, tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an unpacked sdist."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", ROOT, folder)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"cuflash-{cuflash.__version__}"
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -67,6 +85,33 @@ def test_a_wheel_is_for_any_machine_and_needs_numpy_alone(wheel: Path, installed
     needs = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert needs == ["Requires-Dist: numpy>=2.0"]
     assert f"Version: {cuflash.__version__}" in lines
+
+
+def ignored() -> list[str]:
+    """The patterns of .gitignore, which are names of files or folders, and the folder of git."""
+    lines = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    return [".git", *(line.strip("/") for line in lines)]
+
+
+def kept(folder: Path) -> set[str]:
+    """The files of a source tree that git would keep."""
+    patterns = ignored()
+    names = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    return {
+        str(name)
+        for name in names
+        if not any(fnmatch.fnmatch(part, pattern) for part in name.parts for pattern in patterns)
+    }
+
+
+def test_an_sdist_holds_all_sources(sources: Path) -> None:
+    """Tests, examples and what they read included: what a checkout has, an sdist has."""
+    assert kept(sources) == kept(ROOT) | {"PKG-INFO"}
+
+
+def test_an_sdist_gives_the_same_wheel(sources: Path, installed: Path, tmp_path: Path) -> None:
+    again = unpacked(build("wheel", sources, tmp_path), tmp_path / "site")
+    assert files(again) == files(installed)
 
 
 def test_a_wheel_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:

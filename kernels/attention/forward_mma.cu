@@ -88,6 +88,7 @@ __device__ __forceinline__ void turn(State& state,
     if constexpr (!kPlain) {
         cut = uniform(score.hides(query, kRowsOfWarp, key, plan::kTileKv));
     }
+    const PairWords<kSlabs, kKeys8, false> words = {};
     float s[kSlabs][kKeys8][4];
     fragment::clear(s);
     fragment::add_a_bt(s, q, warp_row, k);
@@ -100,9 +101,9 @@ __device__ __forceinline__ void turn(State& state,
         }
     }
     if (!kPlain && cut) {
-        online::finish_scores<true>(s, score, query, key);
+        online::finish_scores<true, false>(s, words, score, query, key);
     } else if (kScored) {
-        online::finish_scores<false>(s, score, query, key);
+        online::finish_scores<false, false>(s, words, score, query, key);
     }
     const bool grows = online::outgrown(state.rows, s, factor);
     if (grows) {

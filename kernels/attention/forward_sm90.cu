@@ -49,7 +49,8 @@ constexpr int kCols8 = plan::kDimV / 8;     // and of results
 constexpr int kSteps = plan::kTileKv / 16;  // of the sum over keys
 constexpr int kJobs = 4;                    // that are known at most: kSlots + 2
 constexpr bool kFlat = plan::kSlots > 1;    // a job's end overlaps with the next one's begin
-constexpr bool kInTurns = kGroups > 2;      // else they find their order by themselves
+constexpr bool kReadsPairs = (plan::kBias || plan::kMask) && kGroups > 1;  // has registers for it
+constexpr bool kInTurns = kGroups > 2;  // else they find their order by themselves
 static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the roles disagree");
 
 // Of a computing thread, and of the others: together no more than the block starts with. One group
@@ -489,12 +490,14 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
         if (kAdds) conclude(p, inverse, state, smem.jobs[before.at()]);
         start(p, state, job);
     }
+    const Scores score = Scores::of(p, job.work.entry, job.work.head);
+    const int32 query = query_of(job), key = tile * plan::kTileKv;
+    PairWords<1, kKeys8, kReadsPairs> words;
+    if (kReadsPairs && !kPlain && hides) words.read(score, query, key);
     hw::wgmma_wait<kAdds ? 1 : 0>();
     hw::pin(swizzled::listed(s));
     arrive(smem.k_empty[k.at()]);
 
-    const Scores score = Scores::of(p, job.work.entry, job.work.head);
-    const int32 query = query_of(job), key = tile * plan::kTileKv;
     // Ends with weights; before what may be skipped, so that it is done between exponentials.
     float scales[2];
     const auto complete = [&](bool grows) {
@@ -517,9 +520,9 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
         }
     }
     if (!kPlain && hides) {
-        online::finish_scores<true, true>(s, score, query, key);
+        online::finish_scores<true, true>(s, words, score, query, key);
     } else if (kScored) {
-        online::finish_scores<false>(s, score, query, key);
+        online::finish_scores<false, true>(s, words, score, query, key);
     }
     const bool grows = starts || online::outgrown(state.rows, s, state.factor);
     float shifts[2];

@@ -8,6 +8,7 @@
 #include "hw/sync.cuh"
 #include "parts/columns.cuh"
 #include "parts/fragment.cuh"
+#include "parts/pair_words.cuh"
 #include "parts/score.cuh"
 #include "parts/softmax_lazy.cuh"
 
@@ -78,13 +79,72 @@ __device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scor
     }
 }
 
-// Products become scores; the pairs begin at (query, key). kBits: those that are hidden are looked
-// up as bits, which is quicker than a compare each, but takes more registers.
-template <bool kHides, bool kBits = false, int kSlabs, int kKeys8>
+// Row r of a lane: products, scaled and softened, become scores. Seen are the columns that `sees`
+// says, by n and i.
+template <bool kHides, BiasWords kWords, int kSlabs, int kKeys8, class Words, class Sees>
+__device__ __forceinline__ void finish_row(float (&s)[kSlabs][kKeys8][4],
+                                           int r,
+                                           const Words& words,
+                                           const Scores& score,
+                                           int32 query,
+                                           int32 key,
+                                           Sees sees) {
+    const int32 row = row_at(query, r);
+    // Of the first key; exact as long as sequences are shorter than 2^24.
+    float distance = 0.0f;
+    if constexpr (plan::kAlibi) {
+        distance = static_cast<float>(score.distance(row, key + fragment::col_of(0)));
+    }
+#pragma unroll
+    for (int n = 0; n < kKeys8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float& x = s[r / 2][n][r % 2 * 2 + i];
+            bool seen = true;
+            if constexpr (kHides) seen = sees(n, i);
+            if constexpr (plan::kBias) {
+                float added = 0.0f;
+                if constexpr (kWords != BiasWords::kNone) {
+                    added = words.template added<kWords>(r, n, i);
+                } else {
+                    added = seen ? score.bias_at(row, key + 8 * n + fragment::col_of(i)) : 0.0f;
+                }
+                x += added;
+                seen = seen && !(added == -softmax::infinity<float>());
+            }
+            if constexpr (plan::kAlibi)
+                x -= score.penalty(distance - static_cast<float>(8 * n + i));
+            if ((kHides || plan::kBias) && !seen) x = -softmax::infinity<float>();
+        }
+    }
+}
+
+// Those of some columns that the mask shows to a row, as bits.
+template <int kKeys8>
+__device__ __forceinline__ uint32 unmasked(uint32 bits, const Scores& score, int32 row, int32 key) {
+    if (!score.mask.data) return bits;
+#pragma unroll 4
+    for (int n = 0; n < kKeys8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const bool seen = columns::holds(bits, n, i) &&
+                              score.unmasked(row, key + 8 * n + fragment::col_of(i));
+            if (!seen) bits &= ~(1u << (2 * n + i));
+        }
+    }
+    return bits;
+}
+
+// Products become scores; the pairs begin at (query, key). If some are hidden, all lanes of a warp,
+// and `words` has been read for this tile. kBits: those that are hidden are looked up as bits,
+// which is quicker than a compare each, but takes more registers.
+template <bool kHides, bool kBits, int kSlabs, int kKeys8, class Words>
 __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
+                                              const Words& words,
                                               const Scores& score,
                                               int32 query,
                                               int32 key) {
+    static_assert(kBits || !Words::kReads, "words of a mask are bits");
     if constexpr (kScored) {
         if (plan::kSoftcap && score.cap > 0.0f) {
             soften(s, score);
@@ -96,33 +156,23 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
     for (int r = 0; r < 2 * kSlabs; ++r) {
         const int32 row = row_at(query, r);
         const SeenRun keys = score.band.keys_of(row);
-        const uint32 bits = kHides && kBits ? columns::inside<kKeys8>(keys, key) : 0;
-        // Of the first key; exact as long as sequences are shorter than 2^24.
-        float distance = 0.0f;
-        if constexpr (plan::kAlibi) {
-            distance = static_cast<float>(score.distance(row, key + fragment::col_of(0)));
+        uint32 bits = kHides && kBits ? columns::inside<kKeys8>(keys, key) : 0;
+        if constexpr (kHides && kBits && plan::kMask) {
+            bits &= words.has_mask() ? words.shown(r) : unmasked<kKeys8>(bits, score, row, key);
         }
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float& x = s[r / 2][n][r % 2 * 2 + i];
-                const int32 col = key + 8 * n + fragment::col_of(i);
-                bool seen = true;
-                if constexpr (kHides) {
-                    seen = kBits ? columns::holds(bits, n, i) : keys.holds(col);
-                }
-                if constexpr (kHides && plan::kMask) seen = seen && score.unmasked(row, col);
-                if constexpr (plan::kBias) {
-                    const float added = seen ? score.bias_at(row, col) : 0.0f;
-                    x += added;
-                    seen = seen && !(added == -softmax::infinity<float>());
-                }
-                if constexpr (plan::kAlibi) {
-                    x -= score.penalty(distance - static_cast<float>(8 * n + i));
-                }
-                if ((kHides || plan::kBias) && !seen) x = -softmax::infinity<float>();
-            }
+        const auto sees = [&](int n, int i) {
+            const int32 col = key + 8 * n + fragment::col_of(i);
+            bool seen = kBits ? columns::holds(bits, n, i) : keys.holds(col);
+            if (plan::kMask && !kBits) seen = seen && score.unmasked(row, col);
+            return seen;
+        };
+        const BiasWords bias = kHides ? words.bias() : BiasWords::kNone;
+        if (bias == BiasWords::kAhead) {
+            finish_row<kHides, BiasWords::kAhead>(s, r, words, score, query, key, sees);
+        } else if (bias == BiasWords::kWide) {
+            finish_row<kHides, BiasWords::kWide>(s, r, words, score, query, key, sees);
+        } else {
+            finish_row<kHides, BiasWords::kNone>(s, r, words, score, query, key, sees);
         }
     }
 }

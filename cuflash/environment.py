@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be installed: CuPy, a driver, a GPU. Each that lacks gives a sentence with the cure."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+__all__ = ["advice_on_dtype", "current_gpu", "gpu_count", "import_cupy", "ml_dtypes_problem"]
+
+_INSTALL_CUPY = (
+    "install the packages for the CUDA version of the driver, which `nvidia-smi` prints: `pip "
+    "install cupy-cuda13x nvidia-cuda-nvrtc nvidia-cuda-runtime`, or `pip install cupy-cuda12x "
+    "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12`"
+)
+
+
+def import_cupy() -> Any:
+    """Return the module cupy.
+
+    Raises
+    ------
+    RuntimeError
+        It is not there, or does not load.
+    """
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise RuntimeError(f"CuPy does not load ({error}); {_INSTALL_CUPY}") from error
+        raise RuntimeError(
+            f"arrays on a GPU need CuPy, which is not installed; {_INSTALL_CUPY}"
+        ) from error
+    except Exception as error:  # a library that lacks, or one of another version of Python or NumPy
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RuntimeError(f"CuPy does not load ({reason}); {_INSTALL_CUPY}") from error
+    return cupy
+
+
+def gpu_count() -> int:
+    """Return how many GPUs there are, at least one; RuntimeError if there is none."""
+    runtime = import_cupy().cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except Exception as error:
+        raise _no_gpu(str(error)) from error
+    if not count:
+        raise _no_gpu("there are 0 devices")
+    return count
+
+
+def current_gpu() -> int:
+    """Return the index of the current GPU; RuntimeError if there is none."""
+    gpu_count()
+    return sys.modules["cupy"].cuda.runtime.getDevice()
+
+
+def _no_gpu(reason: str) -> RuntimeError:
+    if "InsufficientDriver" in reason:
+        return RuntimeError(
+            f"there is no driver for NVIDIA GPUs, or it is older than CuPy's CUDA ({reason}); "
+            "install or update the driver, or take CuPy for an older CUDA; in a "
+            "container, start it with access to the GPUs (`--gpus all`)"
+        )
+    return RuntimeError(
+        f"CUDA finds no GPU ({reason}); look whether `nvidia-smi` lists one and "
+        "CUDA_VISIBLE_DEVICES does not hide it; NumPy arrays run on the CPU back end instead"
+    )
+
+
+def ml_dtypes_problem() -> str | None:
+    """Return what keeps bfloat16 arrays from being used, or None."""
+    if find_spec("ml_dtypes"):
+        return None
+    return (
+        "bfloat16 arrays need the package ml_dtypes, which is not installed: "
+        "`pip install ml_dtypes`"
+    )
+
+
+def advice_on_dtype(x: Any) -> str:
+    """Return what to add to an error about an array of another library, if that may help."""
+    problem = ml_dtypes_problem() if "bfloat16" in str(getattr(x, "dtype", "")) else None
+    return f"; {problem}" if problem else ""
