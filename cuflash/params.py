@@ -134,13 +134,18 @@ _NO_PAIRS = (0,) * 10
 _NO_HEADS = (0,) * 3
 
 
+def _used_strides(x: View | Form) -> list[int]:
+    """Return the strides, with 0 for axes of length 1: along these nothing moves."""
+    return [0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True)]
+
+
 def row_alignment(x: View | Form, layout: Layout, group: int) -> int:
     """Return how many bytes of a row can be moved at once: 16, 8 or, if it is not contiguous, 0.
 
     Never less than `group` elements.
     """
-    strides, size = x.strides, x.itemsize
-    if strides[layout.dim] != size:
+    strides, size = _used_strides(x), x.itemsize
+    if x.strides[layout.dim] != size:
         return 0
     bits = x.address | strides[layout.seq] | strides[layout.heads] | x.shape[layout.dim] * size
     if layout.batch is not None:
@@ -182,7 +187,7 @@ def tensor_map(x: View | Form, dtype: str, layout: Layout, box: Box) -> TensorMa
 
 def _tensor(x: View | Form, layout: Layout, group: int) -> tuple[int, ...]:
     """Return struct Tensor: address, strides in elements, and the bytes that can move at once."""
-    strides, size = x.strides, x.itemsize
+    strides, size = _used_strides(x), x.itemsize
     batch = 0 if layout.batch is None else strides[layout.batch]
     seq, head, dim = strides[layout.seq], strides[layout.heads], strides[layout.dim]
     aligned = row_alignment(x, layout, group)

@@ -420,14 +420,14 @@ class BackwardSm90(_BackwardMma):
     params_bytes = TMA_PARAMS_BYTES
     target_suffix = "a"
     smem_alignment = 1024
-    waits_for_blocks = True
+    persistent = True
 
     dim_v: int  # as dim, of head_dim_v
     column_groups: int  # warpgroups with the same keys, which share the columns of dk and dv
     stages: int  # of q
     dout_stages: int
     dq_places: int  # for dq, of so many visits: 1 or 2
-    cache_bytes: int  # of q, dout and dq of heads whose blocks are launched tile by tile
+    cache_bytes: int  # of q, dout and dq of heads whose jobs are drawn tile by tile
     heads_together: int  # with a band: at least
 
     @property
@@ -437,13 +437,14 @@ class BackwardSm90(_BackwardMma):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles, and dq; two numbers a row; notes; a step, a word, barriers of stages; 8."""
+        """The tiles, and dq; two numbers a row; jobs; a step, a word, barriers of stages; 13."""
         elements = (self.tile_kv + self.stages * self.tile_q) * self.dim
         elements += (self.tile_kv + self.dout_stages * self.tile_q) * self.dim_v
         elements += 2 * self.tile_q * self.tile_kv
         # dq in float32: two elements each.
         elements += 2 * self.dq_places * self.tile_q * self.dim // self.splits
-        rest = self.stages * (8 * self.tile_q + 8 + 4 + 24) + self.dout_stages * 16 + 96 + 4 + 64
+        rest = self.stages * (8 * self.tile_q + 8 + 4 + 24) + self.dout_stages * 16
+        rest += 3 * 96 + 8 + 8 * 13
         return _ceil(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from check import Inputs, check_backward, check_forward
 from conftest import Backend
 from matrix import OPTION_ROWS, Row
-from run import using
+from run import both, on, using
 
 import cuflash
 from cuflash import reference
@@ -73,3 +74,30 @@ def test_whole_tiles_agree_with_the_reference(
     size = np.abs(want_lse).max()
     np.testing.assert_allclose(backend.host(lse), want_lse, rtol=0, atol=2e-6 * max(1, size))
     np.testing.assert_allclose(backend.host(out).astype(float), want.astype(float), atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "alibi" in row.options], ids=lambda r: r.name
+)
+@pytest.mark.parametrize("slope", [1e29, 1e36, 3e38, np.inf])
+def test_the_largest_slopes_agree_with_the_reference(
+    backend: Backend, row: Row, slope: float
+) -> None:
+    """A query then sees no key but the one in its own place; 0 times infinity is NaN."""
+    rng = np.random.default_rng(8)
+    dtype = np.dtype(ml_dtypes.bfloat16 if row.dtype == "bfloat16" else np.float16)
+
+    def normal(length: int, dim: int) -> Any:
+        return rng.standard_normal((1, length, 2, dim)).astype(dtype)
+
+    inputs = Inputs(
+        q=normal(96, row.head_dim),
+        k=normal(200, row.head_dim),
+        v=normal(200, row.head_dim_v),
+        dout=normal(96, row.head_dim_v),
+        alibi_slopes=np.array([slope, slope / 3], np.float32),
+    )
+    with using(row.forward, row.backward):
+        out, lse, grads = both(on(backend, inputs))
+    check_forward(out, lse, inputs)
+    check_backward(grads, inputs)

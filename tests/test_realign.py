@@ -108,6 +108,14 @@ def test_only_odd_arrays_are_copied() -> None:
     assert list(places(of_forward(SHAPE), {"k": reverse, "out": reverse})) == ["k", "out"]
 
 
+def test_strides_of_axes_of_length_1_are_no_reason_to_copy() -> None:
+    shape = (1, 300, 1, 48)
+    odd = (2 * 77777, 96, 2 * 333, 2)
+    for name in ("q", "k", "v", "out"):
+        assert not places(of_forward(shape), {name: odd})
+        assert list(places(of_forward((1, 300, 2, 48)), {name: odd})) == [name]
+
+
 def test_vectors_of_8_bytes_are_fine_without_tma() -> None:
     where = device.architecture(8, 0)
     assert list(places(of_forward((2, 300, 4, 41)), where=where)) == ["q", "k", "v"]

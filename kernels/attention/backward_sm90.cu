@@ -2,27 +2,37 @@
 // The gradients on Hopper, by TMA and wgmma, for float16 and bfloat16. What it computes, and in
 // which order dq is summed up, is in backward_mma.cu.
 //
-// A block owns kTileKv keys of one key head, and walks the query heads of the group and their query
-// tiles. Scores are transposed: rows are keys. A warpgroup that computes has 64 keys; where heads
-// are wide, kColumnGroups of them have the same keys and compute the same scores, but have a share
-// of the columns of dk and dv each.
-// The warps of a further warpgroup have a role each: one loads, one looks through Q and dout, and
-// two bring dq to its sums, each every other part of it, when it is the block's turn.
+// A block stays on its multiprocessor and takes one job after the other: kTileKv keys of one key
+// head. It walks the query heads of the group and their query tiles. Scores are transposed: rows
+// are keys. A warpgroup that computes has 64 keys; where heads are wide, kColumnGroups of them have
+// the same keys and compute the same scores, but have a share of the columns of dk and dv each.
+// The warps of a further warpgroup have a role each: one takes jobs and loads, one looks through K,
+// Q and dout, and two bring dq to its sums, each every other part of it, when it is the job's turn.
 //
-//     load      k q0 v dout0   q1 dout1                       ..
-//     look         q0 dout0       q1 dout1                     infinite or NaN, where not all see?
+//     load      q0 k dout0 v   q1 dout1           ..  | q0 k dout0 v ..      as places are free
+//     look         k q0 dout0     q1 dout1        ..  | k q0 ..              infinite or NaN?
 //     compute      s = k q^T, dp = v dout^T | p, ds | dv += p dout, dq = ds^T k, dk += ds q | ..
 //     (dq)                                     wait for the turn, add dq, end the turn
 //
 // p and ds are left operands in registers; ds also goes through shared memory, where all
 // warpgroups find it for dq. Of dq a warpgroup has 64 queries, or, where a tile has no more, a
-// share of the columns, in kSplits parts one after the other.
+// share of the columns, in kSplits parts one after the other. dk and dv are written from registers,
+// while the tiles of the next job come.
+//
+// Turns. The part of dq that a job has for a query tile waits for those of all earlier key tiles of
+// the head. These jobs have lower indices, and an index is a ticket, from a block's first job on:
+// whoever has one runs already, and takes his jobs in the order of their indices. So of all jobs
+// that are not finished, the one with the lowest index waits for nobody, whatever order blocks
+// start in and however few of them run. That a block draws its next ticket early changes nothing:
+// it finishes the job it has without waiting for later ones.
 //
 // Barriers, and who arrives (lanes are one of a warp):
-//   k_full, v_full    the loader, and the bytes; for each part
-//   k_seen            the one who looks
+//   job_full[slot]    the one who takes jobs
+//   job_empty[slot]   lanes of all other warps: those who bring dq, once its turns are over
+//   k_full, v_full    the loader, and the bytes
+//   k_empty, v_empty  lanes of the computing warps; of K also the one who looks
 //   q_full, dout_full the loader, and the bytes, with those of the row statistics for q
-//   seen              the one who looks
+//   seen              the one who looks: at this visit's tiles, and before them at the job's keys
 //   q_empty, dout_empty   lanes of the computing warps, and the one who looks
 //   dq_full[i]        lanes of the computing warps: every other part of dq is in shared memory
 //   dq_empty[i]       the one who brings it to the sums, once he has read it; a second part goes
@@ -74,18 +84,20 @@ using ScoreTile = swizzled::Tile<plan::kTileQ, plan::kTileKv>;
 static_assert(kDqCols % QueryTile::kChunk == 0 && kColsV % DoutTile::kChunk == 0,
               "whole chunks of columns");
 
-// What a block does. Thread 0 writes it.
-struct Notes {
-    Work work;
-    TileRange queries, plain;          // tiles that see any of the keys, and all
-    int32 group, visits;               // query heads, and how often a query tile of one is visited
-    int32 head_kv, row, row_q, batch;  // where boxes begin
-    int32 any;                         // 0: nothing to do; -1: no more parts
-    int32 special_k;                   // K has infinities or NaN, and some pairs are hidden
-    int32 special;                     // so have K, Q or dout
+constexpr int kJobs = 2;  // that are known at most
 
-    // Is anything hidden from a query tile?
-    __device__ __forceinline__ bool hides(int32 tile) const { return !plain.holds(tile); }
+// Infinities or NaN, where something is hidden: in K, in Q or dout.
+constexpr int32 kOfKeys = 1, kOfQueries = 2;
+
+// What a block does: some keys.
+struct Job {
+    SeenTiles queries;  // that see any of the keys, and all
+    Work work;
+    int32 head, heads;        // of queries: the first, and how many; 0: nobody sees the keys
+    int32 key, row_q, batch;  // where boxes begin
+    Ring<1> part;             // jobs before it that load keys
+    int32 exists;             // 0: there is no more work
+    int32 special;            // what of kOfKeys and kOfQueries was found
 };
 
 // A visit, for those who compute.
@@ -101,11 +113,14 @@ struct Smem {
     ScoreTile ds[2];
     alignas(128) float dq[plan::kDqPlaces][kComputingWarps][kDqNumbers];
     alignas(16) RowStats rows[plan::kStages][plan::kTileQ];
-    Notes notes;
+    Job jobs[kJobs];
+    Job job;  // of those who compute: a copy, since registers have no room for a changing address
+    uint32 passed;  // how many they have begun
     Step steps[plan::kStages];
-    int32 special[plan::kStages];  // found in Q or dout
+    int32 special[plan::kStages];  // what was found, where something is hidden
     int32 again;                   // parity of again_full
-    hw::MBarrier k_full, v_full, k_seen;
+    hw::MBarrier job_full[kJobs], job_empty[kJobs];
+    hw::MBarrier k_full, k_empty, v_full, v_empty;
     hw::MBarrier q_full[plan::kStages], q_empty[plan::kStages];
     hw::MBarrier dout_full[plan::kDoutStages], dout_empty[plan::kDoutStages];
     hw::MBarrier seen[plan::kStages];
@@ -114,6 +129,7 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
+using Slots = Ring<kJobs>;
 using Stages = Ring<plan::kStages>;
 using DoutStages = Ring<plan::kDoutStages>;
 using DqParts = Ring<2>;  // of all visits: two have a barrier each to wait at
@@ -123,101 +139,101 @@ using DqParts = Ring<2>;  // of all visits: two have a barrier each to wait at
 struct Visit {
     int32 head, tile;
 
-    __device__ static __forceinline__ Visit first(const Notes& notes) {
-        const int32 head = notes.work.head + (notes.visits > 0 ? 0 : 1);
-        return {head * notes.group, notes.queries.last - 1};
+    __device__ static __forceinline__ Visit first(const Job& job) {
+        return {job.head, job.queries.any.last - 1};
     }
-    __device__ __forceinline__ bool exists(const Notes& notes) const {
-        return head < (notes.work.head + 1) * notes.group;
+    __device__ __forceinline__ bool exists(const Job& job) const {
+        return head < job.head + job.heads;
     }
-    __device__ __forceinline__ void next(const Notes& notes) {
-        if (--tile >= notes.queries.first) return;
-        tile = notes.queries.last - 1;
+    __device__ __forceinline__ void next(const Job& job) {
+        if (--tile >= job.queries.any.first) return;
+        tile = job.queries.any.last - 1;
         ++head;
     }
-    __device__ __forceinline__ bool hides(const Notes& notes) const { return notes.hides(tile); }
+    __device__ __forceinline__ bool hides(const Job& job) const { return job.queries.hides(tile); }
 };
 
-__device__ __forceinline__ bool hides_any(const Notes& notes) {
-    return notes.plain.last - notes.plain.first < notes.queries.last - notes.queries.first;
+__device__ __forceinline__ bool hides_any(const Job& job) {
+    const TileRange any = job.queries.any, all = job.queries.all;
+    return all.last - all.first < any.last - any.first;
 }
 
 __device__ __forceinline__ uint32 thread_of_group() {
     return hw::forget(static_cast<uint32>(threadIdx.x)) % kGroupThreads;
 }
 
-// A barrier of all roles, between parts.
-__device__ __forceinline__ void sync_block() { hw::named_barrier_sync(2, plan::kThreads); }
-
 // A barrier of all who compute.
 __device__ __forceinline__ void sync_computing() { hw::named_barrier_sync(1, kComputingThreads); }
 
 // --- Roles ---------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void load_query_tile(
-    const TmaParams& p, QueryTile& to, hw::MBarrier& full, const Notes& notes, Visit visit) {
-    swizzled::load(to, p.q, full, notes.row_q + visit.tile * plan::kTileQ, visit.head, notes.batch);
+template <class Tile>
+__device__ __forceinline__ void load_keys(const hw::TensorMap& map,
+                                          Tile& to,
+                                          hw::MBarrier& full,
+                                          const Job& job) {
+    swizzled::load(to, map, full, job.key, job.work.head, job.batch);
 }
-__device__ __forceinline__ void load_dout_tile(
-    const TmaParams& p, DoutTile& to, hw::MBarrier& full, const Notes& notes, Visit visit) {
-    swizzled::load(to, p.o, full, notes.row_q + visit.tile * plan::kTileQ, visit.head, notes.batch);
+template <class Tile>
+__device__ __forceinline__ void load_queries(
+    const hw::TensorMap& map, Tile& to, hw::MBarrier& full, const Job& job, Visit visit) {
+    swizzled::load(to, map, full, job.row_q + visit.tile * plan::kTileQ, visit.head, job.batch);
 }
 
-// Brings all tiles of a part. One thread.
-__device__ __forceinline__ void load_all(const TmaParams& p, Smem& smem, Stages& stage) {
-    const Notes& notes = smem.notes;
-    const int32 key = notes.row + notes.work.tile * plan::kTileKv;
-    Visit visit = Visit::first(notes);
-    if (notes.visits > 0) {
-        hw::mbarrier_arrive_expect_tx(smem.k_full, KeyTile::kBytes);
-        swizzled::load(smem.k, p.k, smem.k_full, key, notes.head_kv, notes.batch);
-    }
+// Brings the keys or the values of a job, once the job before has left their place. One thread.
+template <class Tile>
+__device__ __forceinline__ void bring_keys(
+    const hw::TensorMap& map, Tile& to, hw::MBarrier& full, hw::MBarrier& empty, const Job& job) {
+    hw::mbarrier_wait(empty, job.part.parity() ^ 1);
+    hw::mbarrier_arrive_expect_tx(full, Tile::kBytes);
+    load_keys(map, to, full, job);
+}
+
+// Brings all tiles of a job; K and V second, since their places are free the last. One thread.
+__device__ __forceinline__ void load_all(const TmaParams& p,
+                                         Smem& smem,
+                                         const Job& job,
+                                         Stages& stage) {
     bool begins = true;
 #pragma unroll 1
-    for (; visit.exists(notes); stage.next(), visit.next(notes)) {
+    for (Visit visit = Visit::first(job); visit.exists(job); stage.next(), visit.next(job)) {
         const int at = stage.at();
         constexpr int kRowBytes = plan::kTileQ * static_cast<int>(sizeof(RowStats));
-        const int64 slot =
-            query_slot<plan::kTileQ>(p.call, notes.work.entry, visit.head, visit.tile);
+        const int64 slot = query_slot<plan::kTileQ>(p.call, job.work.entry, visit.head, visit.tile);
         hw::mbarrier_wait(smem.q_empty[at], stage.parity() ^ 1);
         smem.steps[at] = {visit.tile * plan::kTileQ, visit.head};
         hw::mbarrier_arrive_expect_tx(smem.q_full[at], QueryTile::kBytes + kRowBytes);
-        load_query_tile(p, smem.q[at], smem.q_full[at], notes, visit);
+        load_queries(p.q, smem.q[at], smem.q_full[at], job, visit);
         hw::bulk_load(smem.rows[at], row_stats(p.call, slot), kRowBytes, smem.q_full[at]);
-        if (begins) {
-            hw::mbarrier_arrive_expect_tx(smem.v_full, ValueTile::kBytes);
-            swizzled::load(smem.v, p.v, smem.v_full, key, notes.head_kv, notes.batch);
-            begins = false;
-        }
+        if (begins) bring_keys(p.k, smem.k, smem.k_full, smem.k_empty, job);
         const DoutStages dout = {stage.count};
         hw::MBarrier& full = smem.dout_full[dout.at()];
         hw::mbarrier_wait(smem.dout_empty[dout.at()], dout.parity() ^ 1);
         hw::mbarrier_arrive_expect_tx(full, DoutTile::kBytes);
-        load_dout_tile(p, smem.dout[dout.at()], full, notes, visit);
+        load_queries(p.o, smem.dout[dout.at()], full, job, visit);
+        if (begins) bring_keys(p.v, smem.v, smem.v_full, smem.v_empty, job);
+        begins = false;
     }
 }
 
 // Says whether K, and tiles of Q and dout that something is hidden from, have infinities or NaN.
-__device__ __forceinline__ void look_through(Smem& smem, Stages& stage, Ring<1>& part) {
-    Notes& notes = smem.notes;
-    if (notes.visits > 0) {
-        hw::mbarrier_wait(smem.k_full, part.parity());
-        part.next();
-        const bool found = hides_any(notes) && swizzled::has_special(smem.k);
-        if (fragment::lane() == 0) notes.special_k = notes.special = found;
-        arrive(smem.k_seen);
+__device__ __forceinline__ void look_through(Smem& smem, const Job& job, Stages& stage) {
+    int32 keys = 0;
+    if (job.heads > 0) {
+        hw::mbarrier_wait(smem.k_full, job.part.parity());
+        if (hides_any(job) && swizzled::has_special(smem.k)) keys = kOfKeys;
+        arrive(smem.k_empty);
     }
-    Visit visit = Visit::first(notes);
 #pragma unroll 1
-    for (; visit.exists(notes); stage.next(), visit.next(notes)) {
+    for (Visit visit = Visit::first(job); visit.exists(job); stage.next(), visit.next(job)) {
         const int at = stage.at();
         const DoutStages dout = {stage.count};
         hw::mbarrier_wait(smem.q_full[at], stage.parity());
         hw::mbarrier_wait(smem.dout_full[dout.at()], dout.parity());
-        if (visit.hides(notes)) {
+        if (visit.hides(job)) {
             const bool found =
                 swizzled::has_special(smem.q[at]) | swizzled::has_special(smem.dout[dout.at()]);
-            if (fragment::lane() == 0) smem.special[at] = found;
+            if (fragment::lane() == 0) smem.special[at] = keys | (found ? kOfQueries : 0);
         }
         arrive(smem.seen[at]);
         arrive(smem.q_empty[at]);
@@ -253,20 +269,19 @@ __device__ __forceinline__ void add_dq(const float* from, float* sums, int split
     hw::bulk_commit();
 }
 
-// Brings every other part of dq of all visits to the sums, in the order of key tiles. One thread.
-__device__ __forceinline__ void bring_dq(const Params& p, Smem& smem, DqParts& at, uint32 mine) {
-    const Notes& notes = smem.notes;
+// Brings every other part of dq of a job to the sums, in the order of key tiles. One thread.
+__device__ __forceinline__ void bring_dq(
+    const Params& p, Smem& smem, const Job& job, DqParts& at, uint32 mine) {
     if (!p.dq.data) return;
-    const Entry& entry = notes.work.entry;
-    Visit visit = Visit::first(notes);
+    const Entry& entry = job.work.entry;
 #pragma unroll 1
-    for (; visit.exists(notes); visit.next(notes)) {
+    for (Visit visit = Visit::first(job); visit.exists(job); visit.next(job)) {
 #pragma unroll 1
         for (int split = 0; split < plan::kSplits; ++split, at.next()) {
             if (at.count % 2 != mine) continue;
             const Band band = Band::of(p, entry);
             const int32 before =
-                notes.work.tile -
+                job.work.tile -
                 band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
             hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split), before);
             hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
@@ -299,9 +314,12 @@ struct Sums {
 struct Passed {
     int group;
     Stages stage;
-    Ring<1> part;
-    DqParts dq;
 };
+
+// A part of dq of the visit at a stage.
+__device__ __forceinline__ DqParts dq_part(Stages stage, int split) {
+    return {stage.count * plan::kSplits + split};
+}
 
 // Which keys and which columns a warpgroup has.
 __device__ __forceinline__ int row_group(int group) {
@@ -317,19 +335,15 @@ __device__ __forceinline__ int row_of_warp(int group) {
 }
 
 // Puts the warp's part of dq of a visit into shared memory, once the one before has left its place.
-__device__ __forceinline__ void put_dq(Smem& smem,
-                                       const float (&dq)[1][kDqCols / 8][4],
-                                       const Passed& at,
-                                       int split) {
+__device__ __forceinline__ void put_dq(
+    Smem& smem, const float (&dq)[1][kDqCols / 8][4], int group, DqParts at, int split) {
     constexpr uint32 kAgo = plan::kSplits * plan::kDqPlaces;
     using Four = hw::Vec<float, 4>;
-    const int warp = 4 * at.group + static_cast<int>(thread_of_group() / 32);
-    float* const place = dq_place(smem, at.dq, split) + warp * kDqNumbers;
+    const int warp = 4 * group + static_cast<int>(thread_of_group() / 32);
+    float* const place = dq_place(smem, at, split) + warp * kDqNumbers;
     Four* const mine = reinterpret_cast<Four*>(place) + fragment::lane();
-    const DqParts last = {at.dq.count - kAgo};
-    if (at.dq.count >= kAgo) {
-        hw::mbarrier_wait(smem.dq_empty[last.at()], last.parity());
-    }
+    const DqParts last = {at.count - kAgo};
+    if (at.count >= kAgo) hw::mbarrier_wait(smem.dq_empty[last.at()], last.parity());
 #pragma unroll
     for (int n = 0; n < kDqCols / 8; ++n) {
         const float (&x)[4] = dq[0][n];
@@ -338,10 +352,9 @@ __device__ __forceinline__ void put_dq(Smem& smem,
 }
 
 // Says that it is there.
-__device__ __forceinline__ void tell_dq(Smem& smem, Passed& at) {
+__device__ __forceinline__ void tell_dq(Smem& smem, DqParts at) {
     hw::fence_proxy_async();
-    arrive(smem.dq_full[at.dq.at()]);
-    at.dq.next();
+    arrive(smem.dq_full[at.at()]);
 }
 
 // Makes 0 of what is infinite or NaN, between barriers of all who compute. add_special() sees to
@@ -367,17 +380,27 @@ __device__ __forceinline__ void load_again(Smem& smem, Tile& tile, Load load_til
 }
 
 __device__ __forceinline__ void load_keys_again(const TmaParams& p, Smem& smem) {
-    const Notes& notes = smem.notes;
-    load_again(smem, smem.k, [&](KeyTile& to, hw::MBarrier& full) {
-        swizzled::load(to, p.k, full, notes.row + notes.work.tile * plan::kTileKv, notes.head_kv,
-                       notes.batch);
-    });
+    load_again(smem, smem.k,
+               [&](KeyTile& to, hw::MBarrier& full) { load_keys(p.k, to, full, smem.job); });
+}
+
+// No product reads the job's keys and values any more.
+__device__ __forceinline__ void release_keys(Smem& smem) {
+    arrive(smem.k_empty);
+    arrive(smem.v_empty);
+}
+
+// Does the job's last visit release them by itself, as soon as dq is there? Only where it hides
+// something, as the last one in causal order does, so that plain turns need not know.
+__device__ __forceinline__ bool releases_early(const Job& job) {
+    return plan::kSplits == 1 && !job.special && job.queries.hides(job.queries.any.first);
 }
 
 template <bool kPlain>
-__device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& sums, Passed& at) {
+__device__ __forceinline__ void turn(
+    const TmaParams& maps, Smem& smem, Sums& sums, Passed& at, bool last = false) {
     const Params& p = maps.call;
-    const Notes& notes = smem.notes;
+    Job& job = smem.job;
     const Stages stage = at.stage;
     at.stage.next();
     const int group = hw::forget(at.group);  // or operands' descriptors take registers
@@ -397,8 +420,8 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
 
     const int row = row_of_warp(group);
     const Step& step = smem.steps[stage.at()];
-    const int32 query = step.query, key = notes.work.tile * plan::kTileKv + row;
-    const Scores score = Scores::of(p, notes.work.entry, step.head);
+    const int32 query = step.query, key = job.work.tile * plan::kTileKv + row;
+    const Scores score = Scores::of(p, job.work.entry, step.head);
     if (!kPlain) transposed::hide(s, score, query, key);
     transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], score, query, key);
     uint32 weights[kSteps][4], ds[kSteps][4];
@@ -414,14 +437,14 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
     sync_computing();
     if (!kPlain) {
         hw::mbarrier_wait(smem.seen[stage.at()], stage.parity());
-        const bool special = uniform(smem.special[stage.at()]);
-        if (special) {
+        const int32 found = uniform(smem.special[stage.at()]);
+        if (found & kOfQueries) {
             clear(q);
             clear(dout);
-            if (threadIdx.x == kGroupThreads) smem.notes.special = 1;
         }
-        if (notes.special_k) clear(smem.k);
-        if (special || notes.special_k) {
+        if (found & kOfKeys) clear(smem.k);
+        if (found) {
+            if (threadIdx.x == kGroupThreads) job.special |= found;
             hw::fence_proxy_async();
             sync_computing();
         }
@@ -439,9 +462,10 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
     swizzled::start_x_b(sums.dk, ds, q, true, column_group(group) * kCols);
     hw::wgmma_wait<1>();
     hw::pin(swizzled::listed(dq));
-    if (p.dq.data) put_dq(smem, dq, at, 0);
+    if (!kPlain && last && uniform(releases_early(job))) release_keys(smem);
+    if (p.dq.data) put_dq(smem, dq, group, dq_part(stage, 0), 0);
     if constexpr (plan::kSplits > 1) {
-        if (p.dq.data) tell_dq(smem, at);
+        if (p.dq.data) tell_dq(smem, dq_part(stage, 0));
         start_dq(1);
     }
     hw::wgmma_wait<0>();
@@ -450,96 +474,84 @@ __device__ __forceinline__ void turn(const TmaParams& maps, Smem& smem, Sums& su
         hw::pin(swizzled::listed(dq));
         if (p.dq.data) {
             sync_computing();  // nobody needs these queries any more
-            put_dq(smem, dq, at, 1);
+            put_dq(smem, dq, group, dq_part(stage, 1), 1);
         }
     }
-    if (p.dq.data) tell_dq(smem, at);
+    if (p.dq.data) tell_dq(smem, dq_part(stage, plan::kSplits - 1));
     if (plan::kSplits == 1 || !p.dq.data) arrive(smem.q_empty[stage.at()]);
-    if (!kPlain && notes.special_k) load_keys_again(maps, smem);
+    if (!kPlain && job.special & kOfKeys) load_keys_again(maps, smem);
 }
 
-// Rounds a warpgroup's sums and writes them, through the place of its keys or values.
-template <int kCols8, class Place>
-__device__ __forceinline__ void write(Matrix to,
-                                      const float (&sums)[1][kCols8][4],
-                                      float factor,
-                                      Place& place,
-                                      int32 first_key,
-                                      int group) {
-    using OutTile = swizzled::Tile<kGroupRows, 8 * kCols8>;
-    static_assert(sizeof(Place) == kGroups * sizeof(OutTile), "a place for each warpgroup");
-    OutTile& tile = reinterpret_cast<OutTile*>(&place)[group];
-    const int row = static_cast<int>(thread_of_group() / 32 * 16);
+// Rounds a warp's sums and writes them.
+template <int kCols8>
+__device__ __forceinline__ void write(
+    Matrix to, const float (&sums)[1][kCols8][4], float factor, int32 key, int group) {
     const int32 col = column_group(group) * 8 * kCols8;
     to.data += col * to.stride_col;
     to.cols -= col;
-    swizzled::put<0, kCols8>(tile, sums, {factor, factor}, row);
-    __syncwarp();
-    swizzled::write(to, first_key + row_group(group) * kGroupRows + row, tile, row);
+    fragment::write_rows(to, sums, factor, key + row_of_warp(group));
 }
 
 __device__ __forceinline__ void write_results(const Params& p,
-                                              Smem& smem,
+                                              const Job& job,
                                               const Sums& sums,
                                               int group) {
     if (!p.dk.data) return;
-    const Notes& notes = smem.notes;
-    const Entry& entry = notes.work.entry;
-    const int32 head = notes.work.head, key = notes.work.tile * plan::kTileKv;
+    const Entry& entry = job.work.entry;
+    const int32 head = job.work.head, key = job.work.tile * plan::kTileKv;
     const Scores score = Scores::of(p, entry, 0);
-    write(key_matrix(p.dk, entry, head, p.head_dim), sums.dk, score.scale, smem.k, key, group);
-    write(key_matrix(p.dv, entry, head, p.head_dim_v), sums.dv, score.kept_factor(), smem.v, key,
-          group);
+    write(key_matrix(p.dk, entry, head, p.head_dim), sums.dk, score.scale, key, group);
+    write(key_matrix(p.dv, entry, head, p.head_dim_v), sums.dv, score.kept_factor(), key, group);
 }
 
 // Adds what is special in Q, dout and K, in query tiles from which something is hidden, to the
-// results: see special.cuh.
-__device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, const Passed& at) {
+// results: see special.cuh. Q and dout come through the place of V, which no product needs any
+// more; theirs have tiles of the next job.
+__device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, int group) {
+    static_assert(sizeof(QueryTile) <= sizeof(ValueTile) && sizeof(DoutTile) <= sizeof(ValueTile),
+                  "room for a tile");
     const Params& p = maps.call;
-    const int group = at.group;
-    const Notes& notes = smem.notes;
-    const Entry& entry = notes.work.entry;
-    const Matrix dk = key_matrix(p.dk, entry, notes.work.head, p.head_dim);
-    const Matrix dv = key_matrix(p.dv, entry, notes.work.head, p.head_dim_v);
-    const int32 first_key = notes.work.tile * plan::kTileKv;
+    const Job& job = smem.job;
+    const Entry& entry = job.work.entry;
+    const Matrix dk = key_matrix(p.dk, entry, job.work.head, p.head_dim);
+    const Matrix dv = key_matrix(p.dv, entry, job.work.head, p.head_dim_v);
+    const int32 first_key = job.work.tile * plan::kTileKv;
     const int32 key = first_key + row_of_warp(group);
     const int warp = static_cast<int>(threadIdx.x) / 32 - 4;
-    // dq of the last visit may still leave the place that queries are loaded to.
-    const Stages last = {(at.stage.count - 1) / plan::kStages * plan::kStages};
-    hw::mbarrier_wait(smem.q_empty[0], last.parity());
+    QueryTile& q = reinterpret_cast<QueryTile&>(smem.v);
+    DoutTile& dout = reinterpret_cast<DoutTile&>(smem.v);
     load_keys_again(maps, smem);
-    Visit visit = Visit::first(notes);
 #pragma unroll 1
-    for (; visit.exists(notes); visit.next(notes)) {
-        if (!visit.hides(notes)) continue;
+    for (Visit visit = Visit::first(job); visit.exists(job); visit.next(job)) {
+        if (!visit.hides(job)) continue;
         const int32 query = visit.tile * plan::kTileQ;
         const Scores score = Scores::of(p, entry, visit.head);
-        load_again(smem, smem.q[0], [&](QueryTile& to, hw::MBarrier& full) {
-            load_query_tile(maps, to, full, notes, visit);
-        });
-        load_again(smem, smem.dout[0], [&](DoutTile& to, hw::MBarrier& full) {
-            load_dout_tile(maps, to, full, notes, visit);
-        });
         const auto sees = [&](int i, int k) {
             return score.visible(query + k, key + fragment::row_of(i));
         };
+        load_again(smem, q, [&](QueryTile& to, hw::MBarrier& full) {
+            load_queries(maps.q, to, full, job, visit);
+        });
 #pragma unroll 1
         for (int i = 0; p.dk.data && i < kCols; i += 16) {
             const int col = column_group(group) * kCols + i;
-            special::add<false>(dk, key, col, smem.q[0], col, sees);
+            special::add<false>(dk, key, col, q, col, sees);
         }
+        load_again(smem, dout, [&](DoutTile& to, hw::MBarrier& full) {
+            load_queries(maps.o, to, full, job, visit);
+        });
 #pragma unroll 1
         for (int i = 0; p.dk.data && i < kColsV; i += 16) {
             const int col = column_group(group) * kColsV + i;
-            special::add<true>(dv, key, col, smem.dout[0], col, sees);
+            special::add<true>(dv, key, col, dout, col, sees);
         }
         if (!p.dq.data) continue;
         const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
         const int32 first = score.band.key_tiles(query, plan::kTileQ, plan::kTileKv).first;
-        // Behind the block's own turn: the first one writes.
+        // Behind the job's own turn: the first one writes.
         for (int split = 0; split < plan::kSplits; ++split) {
             hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split),
-                               notes.work.tile - first + 1);
+                               job.work.tile - first + 1);
         }
 #pragma unroll 1
         for (int slab = 0; slab < plan::kTileQ / 16; ++slab) {
@@ -556,42 +568,64 @@ __device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, c
     }
 }
 
+// One job.
 __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& at) {
-    const Notes& notes = smem.notes;
+    const Job& job = smem.job;
     Sums sums;
     fragment::clear(sums.dk);
     fragment::clear(sums.dv);
-    if (notes.visits > 0) {
-        hw::mbarrier_wait(smem.k_full, at.part.parity());
-        hw::mbarrier_wait(smem.v_full, at.part.parity());
-        hw::mbarrier_wait(smem.k_seen, at.part.parity());
-        at.part.next();
+    const int32 heads = uniform(job.heads);
+    if (heads > 0) {
+        const int parity = job.part.parity();
+        hw::mbarrier_wait(smem.k_full, parity);
+        hw::mbarrier_wait(smem.v_full, parity);
     }
-    const int32 heads = uniform(notes.visits > 0 ? notes.group : 0);
     for (int32 head = 0; head < heads; ++head) {
-        const int32 first = uniform(notes.queries.first);
-        for (int32 tile = uniform(notes.queries.last); tile > first;) {
-            if (uniform(notes.hides(tile - 1))) {
-                turn<false>(p, smem, sums, at);
+        const int32 first = uniform(job.queries.any.first);
+        for (int32 tile = uniform(job.queries.any.last); tile > first;) {
+            if (uniform(job.queries.hides(tile - 1))) {
                 --tile;
+                turn<false>(p, smem, sums, at, head == heads - 1 && tile == first);
             } else {
-                const int32 stop = uniform(max(first, notes.plain.first));
+                const int32 stop = uniform(max(first, job.queries.all.first));
 #pragma unroll 1
                 for (; tile > stop; --tile) turn<true>(p, smem, sums, at);
             }
         }
     }
-    sync_computing();  // no product reads keys or values any more
-    write_results(p.call, smem, sums, at.group);
-    if (uniform(notes.special)) add_special(p, smem, at);
-    hw::fence_proxy_async();
+    const int32 special = uniform(job.special);
+    if (heads > 0 && !special && !uniform(releases_early(job))) release_keys(smem);
+    write_results(p.call, job, sums, at.group);
+    if (special) {
+        add_special(p, smem, at.group);
+        hw::fence_proxy_async();
+        release_keys(smem);
+    }
+}
+
+// Those who compute learn of their next job, once all have finished the last; false if there is
+// none.
+__device__ __forceinline__ bool begin(Smem& smem) {
+    sync_computing();
+    if (threadIdx.x / 32 == kGroupThreads / 32) {
+        const Slots slot = {smem.passed};
+        hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
+        __syncwarp();
+        if (fragment::lane() == 0) {
+            smem.job = smem.jobs[slot.at()];
+            smem.passed = slot.count + 1;
+        }
+        arrive(smem.job_empty[slot.at()]);
+    }
+    sync_computing();
+    return uniform(smem.job.exists);
 }
 
 // --- Parts ---------------------------------------------------------------------------------------
 
-// Of so many heads blocks are launched tile by tile. Blocks of one head wait for one another, but
-// q, dout and the sums of dq, which go around the longest, are to stay in an L2 cache. Without a
-// band blocks of a head soon do not wait any more.
+// Of so many heads jobs are drawn tile by tile. Jobs of one head wait for one another, but q, dout
+// and the sums of dq, which go around the longest, are to stay in an L2 cache. Without a band jobs
+// of a head soon do not wait any more.
 __device__ __forceinline__ int64 heads_together(const Params& p) {
     constexpr int kRowBytes = (plan::kDim + plan::kDimV) * static_cast<int>(sizeof(Element)) +
                               plan::kDqDim * static_cast<int>(sizeof(float));
@@ -600,52 +634,63 @@ __device__ __forceinline__ int64 heads_together(const Params& p) {
                int64{even ? 2 : plan::kHeadsTogether});
 }
 
-// Thread 0 says what there is to do. All lanes of its warp.
-__device__ __forceinline__ void take_notes(const Params& p, int64 index, Notes& notes) {
-    const int64 part = interleaved<Keys, plan::kTileKv>(p, index, heads_together(p));
-    Work work = {slack(Keys(), 0, 0), 0, 0};
-    const bool any = work_at<Keys, plan::kTileKv>(p, part, work);
-    if (threadIdx.x != 0) return;
+// Notes what a job has. One thread.
+__device__ __forceinline__ void note(
+    const Params& p, const Work& work, bool exists, Ring<1> part, Job& job) {
     const Scores score = Scores::of(p, work.entry, 0);
-    const int32 key = work.tile * plan::kTileKv;
-    notes.work = work;
-    notes.queries = score.band.query_tiles(key, plan::kTileKv, plan::kTileQ);
-    notes.plain = score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ);
-    notes.group = p.heads_q / p.heads_kv;
-    notes.visits = any ? notes.group * (notes.queries.last - notes.queries.first) : 0;
-    notes.head_kv = work.head;
-    notes.row = work.entry.first_kv;
-    notes.row_q = work.entry.first_q;
-    notes.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
-    notes.any = any;
-    notes.special_k = notes.special = 0;
+    const int32 key = work.tile * plan::kTileKv, group = p.heads_q / p.heads_kv;
+    job.work = work;
+    job.part = part;
+    job.exists = exists;
+    job.queries = {score.band.query_tiles(key, plan::kTileKv, plan::kTileQ),
+                   score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ)};
+    job.head = work.head * group;
+    job.heads = job.queries.any.first < job.queries.any.last ? group : 0;
+    job.key = work.entry.first_kv + key;
+    job.row_q = work.entry.first_q;
+    job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
+    job.special = 0;
 }
 
-// Warp 0 takes notes of all parts of the block, and loads what they need.
-__device__ __forceinline__ void lead(const TmaParams& p, Smem& smem) {
-    const int64 parts = work_parts<Keys, plan::kTileKv>(p.call);
+// Puts one job after the other into the slots, and loads what they need. A ticket is drawn when the
+// last tiles of the job before are on their way. A warp.
+__device__ __forceinline__ void lead(const TmaParams& maps, Smem& smem) {
+    const Params& p = maps.call;
+    const int64 parts = work_parts<Keys, plan::kTileKv>(p);
     Stages stage;
-    for (int64 index = blockIdx.x; index < parts; index += gridDim.x) {
-        take_notes(p.call, index, smem.notes);
-        sync_block();
-        if (threadIdx.x == 0) load_all(p, smem, stage);
+    Ring<1> part;
+    for (Slots slot;; slot.next()) {
+        Work work = {slack(Keys(), 0, 0), 0, 0};
+        bool exists = false, more = true;
+        while (!exists && more) {
+            const int64 index = take_ticket(p, parts + gridDim.x);
+            more = index < parts;
+            exists =
+                more && work_at<Keys, plan::kTileKv>(
+                            p, interleaved<Keys, plan::kTileKv>(p, index, heads_together(p)), work);
+        }
+        hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
+        if (threadIdx.x == 0) {
+            Job& job = smem.jobs[slot.at()];
+            note(p, work, exists, part, job);
+            hw::mbarrier_arrive(smem.job_full[slot.at()]);
+            if (exists) load_all(maps, smem, job, stage);
+            if (job.heads > 0) part.next();
+        }
         __syncwarp();
-        sync_block();
+        if (!exists) return;
     }
-    if (threadIdx.x == 0) smem.notes.any = -1;
-    sync_block();
 }
 
-// What the other warps do in each part.
+// What the other warps do in each job.
 template <class Role>
-__device__ __forceinline__ void follow(const Smem& smem, Role role) {
-    for (;;) {
-        sync_block();
-        const int32 any = uniform(smem.notes.any);
-        if (any < 0) return;
-        if (any) role();
-        __syncwarp();
-        sync_block();
+__device__ __forceinline__ void follow(Smem& smem, Role role) {
+    for (Slots slot;; slot.next()) {
+        hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
+        const Job& job = smem.jobs[slot.at()];
+        if (!uniform(job.exists)) return;
+        role(job);
+        arrive(smem.job_empty[slot.at()]);
     }
 }
 
@@ -653,10 +698,19 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     backward_sm90(const __grid_constant__ TmaParams p) {
     Smem& smem = hw::shared_memory<Smem>();
     if (threadIdx.x == 0) {
-        smem.again = 0;
+        hw::prefetch(p.q);
+        hw::prefetch(p.k);
+        hw::prefetch(p.v);
+        hw::prefetch(p.o);
+        smem.again = smem.passed = 0;
+        for (int i = 0; i < kJobs; ++i) {
+            hw::mbarrier_init(smem.job_full[i], 1);
+            hw::mbarrier_init(smem.job_empty[i], 4);
+        }
         hw::mbarrier_init(smem.k_full, 1);
+        hw::mbarrier_init(smem.k_empty, kComputingWarps + 1);
         hw::mbarrier_init(smem.v_full, 1);
-        hw::mbarrier_init(smem.k_seen, 1);
+        hw::mbarrier_init(smem.v_empty, kComputingWarps);
         for (int i = 0; i < plan::kStages; ++i) {
             hw::mbarrier_init(smem.q_full[i], 1);
             hw::mbarrier_init(smem.q_empty[i], kComputingWarps + 1);
@@ -673,11 +727,12 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         hw::mbarrier_init(smem.again_full, 1);
         hw::fence_mbarrier_init();
     }
+    __syncthreads();
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     if (warp >= 4) {
         if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
         Passed at = {warp / 4 - 1};
-        follow(smem, [&] { compute(p, smem, at); });
+        while (begin(smem)) compute(p, smem, at);
         return;
     }
     if constexpr (kGroups > 1) hw::registers_decrease<kFewRegisters>();
@@ -685,12 +740,11 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         lead(p, smem);
     } else if (warp == 1) {
         Stages stage;
-        Ring<1> part;
-        follow(smem, [&] { look_through(smem, stage, part); });
+        follow(smem, [&](const Job& job) { look_through(smem, job, stage); });
     } else {
         DqParts at;
-        follow(smem, [&] {
-            if (hw::elect_one()) bring_dq(p.call, smem, at, static_cast<uint32>(warp - 2));
+        follow(smem, [&](const Job& job) {
+            if (hw::elect_one()) bring_dq(p.call, smem, job, at, static_cast<uint32>(warp - 2));
         });
     }
 }

@@ -19,8 +19,10 @@ __device__ __forceinline__ uint32 first_bits(int count) {
     return count < 32 ? (1u << count) - 1u : ~0u;
 }
 
-// Those of a run; `col` is the first column of the fragment, which has 16 times 8 at most.
+// Those of a run; `col` is the first column of a fragment of so many times 8.
+template <int kColumns8>
 __device__ __forceinline__ uint32 inside(const SeenRun& run, int32 col) {
+    static_assert(kColumns8 <= 16, "a bit for each");
     const int32 first = hw::forget(col) + fragment::col_of(0);
     const int32 end = run.first + static_cast<int32>(run.count);
     return first_bits(before(end, first)) & ~first_bits(before(run.first, first));

@@ -37,7 +37,7 @@ struct Exponent {
             e.slope = score.slope * softmax::kLog2e;
         }
         // Not where factors overflow.
-        if (!(fabsf(e.a) + fabsf(e.b) + fabsf(e.c) < 1e30f)) e.largest = -1.0f;
+        if (!(fabsf(e.a) + fabsf(e.b) + fabsf(e.c) + fabsf(e.slope) < 1e30f)) e.largest = -1.0f;
         return e;
     }
 };

@@ -107,6 +107,7 @@ struct Band {
 
     // The tiles of `tile` queries that see anything of keys [key, key + keys).
     __device__ __forceinline__ TileRange query_tiles(int32 key, int32 keys, int32 tile) const {
+        if (key >= seqlen_kv) return {0, 0};
         const int32 last_key = min(key + keys, seqlen_kv) - 1;
         return tiles(max(key - last_diagonal, 0), min(last_key - first_diagonal, seqlen_q - 1),
                      tile);

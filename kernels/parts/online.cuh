@@ -156,7 +156,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
     for (int r = 0; r < 2 * kSlabs; ++r) {
         const int32 row = row_at(query, r);
         const SeenRun keys = score.band.keys_of(row);
-        uint32 bits = kHides && kBits ? columns::inside(keys, key) : 0;
+        uint32 bits = kHides && kBits ? columns::inside<kKeys8>(keys, key) : 0;
         if constexpr (kHides && kBits && plan::kMask) {
             bits &= words.has_mask() ? words.shown(r) : unmasked<kKeys8>(bits, score, row, key);
         }

@@ -236,27 +236,4 @@ __device__ __forceinline__ void put_transposed(Tile& tile, const uint32 (&x)[4],
     hw::stmatrix<true>(tile.piece(row + lane / 16 * 8 + lane % 8, col + lane / 8 % 2 * 8), x);
 }
 
-// A warp writes rows [row, row + 16) of a tile to rows from `to_row` on of a matrix, as far as it
-// has them.
-template <class Tile>
-__device__ __forceinline__ void write(const Matrix& to, int32 to_row, const Tile& tile, int row) {
-    constexpr int kPieces = Tile::kCols / 8;
-#pragma unroll 4
-    for (int i = hw::forget(fragment::lane()); i < 16 * kPieces; i += 32) {
-        const int r = i / kPieces, col = i % kPieces * 8;
-        if (to_row + r >= to.rows || col >= to.cols) continue;
-        using Piece = hw::Vec<uint32, 4>;
-        const Element* const from = tile.piece(row + r, col);
-        Element* const at = to.data + (to_row + r) * to.stride_row + col * to.stride_col;
-        if (to.aligned == 16) {
-            hw::store(reinterpret_cast<Piece*>(at), *reinterpret_cast<const Piece*>(from));
-        } else {
-#pragma unroll 1
-            for (int c = 0; c < 8 && col + c < to.cols; ++c) {
-                hw::store(at + c * to.stride_col, from[c]);
-            }
-        }
-    }
-}
-
 }  // namespace swizzled

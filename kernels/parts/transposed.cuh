@@ -49,7 +49,7 @@ __device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int32 row = key + fragment::kSlab * slab + fragment::row_of(2 * r);
-            seen[slab][r] = columns::inside(score.band.queries_of(row), query);
+            seen[slab][r] = columns::inside<kQueries8>(score.band.queries_of(row), query);
         }
     }
     for_each_pair<kSlabs, kQueries8>(

@@ -58,7 +58,7 @@ __device__ __forceinline__ void hide(
     for (int r = 0; r < 2; ++r) {
         const int32 at = row + fragment::row_of(2 * r);
         const SeenRun run = kRowsAreQueries ? score.band.keys_of(at) : score.band.queries_of(at);
-        const uint32 seen = columns::inside(run, col);
+        const uint32 seen = columns::inside<kCols8>(run, col);
 #pragma unroll
         for (int n = 0; n < kCols8; ++n) {
 #pragma unroll

@@ -180,18 +180,23 @@ __device__ __forceinline__ int64 interleaved(const Params& p, int64 index, int64
     return (first + within % width) * tiles + within / width;
 }
 
-// The next ticket of the grid: parts that no block has from the start. All lanes of a warp.
-__device__ __forceinline__ int64 draw(const Params& p, int64 parts) {
+// The next number of the grid's counter. All lanes of a warp. A launch draws so many times: the
+// last one puts the counter back for the next launch.
+__device__ __forceinline__ int64 take_ticket(const Params& p, int64 draws) {
     auto* const tickets = static_cast<uint64*>(p.tickets);
     uint64 ticket = 0;
     if (threadIdx.x % 32 == 0) {
         ticket = atomicAdd(tickets, uint64{1});
-        // There are as many draws as parts: the last one puts the counter back for the next launch.
-        if (ticket == static_cast<uint64>(parts) - 1) {
-            atomicAdd(tickets, uint64{0} - static_cast<uint64>(parts));
+        if (ticket == static_cast<uint64>(draws) - 1) {
+            atomicAdd(tickets, uint64{0} - static_cast<uint64>(draws));
         }
     }
-    return static_cast<int64>(__shfl_sync(0xffffffffu, ticket, 0)) + gridDim.x;
+    return static_cast<int64>(__shfl_sync(0xffffffffu, ticket, 0));
+}
+
+// The index of a part that no block has from the start: as many draws as parts.
+__device__ __forceinline__ int64 draw(const Params& p, int64 parts) {
+    return take_ticket(p, parts) + gridDim.x;
 }
 
 // The place of a tile of queries of an entry among what workspace has of each: below work_parts(),
