@@ -27,7 +27,7 @@ from .mma import compiled_for
 __all__ = ["ApartTile", "BackwardTile", "Sm90", "Tile", "apart", "backward", "forward"]
 
 _MAX_HEAD_DIM = 256
-_LACKING = frozenset({"softcap", "dropout"})
+_LACKING = frozenset({"dropout"})
 _CACHE_BYTES = 32 << 20  # of 50 MB of L2 cache: what is to stay there for a while
 
 
@@ -78,7 +78,7 @@ class BackwardTile(NamedTuple):
 
 
 _BACKWARD = (
-    BackwardTile(64, 128, 128, 1, 1, 2, 2, 2, without=("bias", "alibi")),
+    BackwardTile(64, 128, 128, 1, 1, 2, 2, 2, without=("softcap", "bias", "alibi")),
     BackwardTile(128, 64, 128, 1, 1, 2, 2, 2),
     BackwardTile(256, 64, 64, 2, 2, 2, 1, 1),
 )

@@ -422,6 +422,7 @@ __device__ __forceinline__ void turn(
     const Step& step = smem.steps[stage.at()];
     const int32 query = step.query, key = job.work.tile * plan::kTileKv + row;
     const Scores score = Scores::of(p, job.work.entry, step.head);
+    transposed::soften(s, score);
     if (!kPlain) transposed::hide(s, score, query, key);
     transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], score, query, key);
     uint32 weights[kSteps][4], ds[kSteps][4];

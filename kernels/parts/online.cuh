@@ -46,9 +46,9 @@ __device__ __forceinline__ void for_each(float (&s)[kSlabs][kKeys8][4], Change c
     }
 }
 
-// tanh(x) = x - 0.33322915 x^3 + 0.12846052 x^5 for |x| <= 1/4, whose largest error, 8e-8, is the
-// least.
-constexpr float kCapped = 0.25f, kCubic = -0.33322915f, kQuintic = 0.12846052f;
+using softmax::kCubic;
+using softmax::kQuintic;
+constexpr float kCapped = softmax::kTinyTangent;  // of the cap: see tanh_tiny()
 
 // Products become cap * tanh(score / cap), by one of three formulas, whose errors are at most 1e-7
 // of the cap. Mostly no score of the warp is beyond a quarter of the cap: then by a polynomial of

@@ -10,8 +10,8 @@
 
 namespace transposed {
 
-// Options that make a score more than scale * product.
-constexpr bool kScored = plan::kSoftcap || plan::kBias || plan::kAlibi;
+// What makes a score depend on its place.
+constexpr bool kPlaced = plan::kBias || plan::kAlibi;
 
 // Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of; `query` and
 // `key` are the first of the fragments.
@@ -30,33 +30,81 @@ __device__ __forceinline__ void for_each_pair(int32 query, int32 key, Visitor vi
     }
 }
 
-// The product of a hidden pair, where options do not say that it is.
-__device__ __forceinline__ float hidden_product(const Scores& score) {
+// What stands for a hidden pair: no tangent, or the product of a score of -inf.
+__device__ __forceinline__ float hidden_mark(const Scores& score) {
+    if (plan::kSoftcap && score.cap > 0.0f) return 2.0f;
     return score.scale < 0.0f ? softmax::infinity<float>() : -softmax::infinity<float>();
 }
 
-// Marks the products of pairs that are hidden, where gradients() has no other way to know.
+// Calls change(x) for each number of a fragment.
+template <int kSlabs, int kQueries8, class Change>
+__device__ __forceinline__ void for_each(float (&s)[kSlabs][kQueries8][4], Change change) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+        for (int n = 0; n < kQueries8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) change(s[slab][n][i]);
+        }
+    }
+}
+
+// Products become tanh(score / cap) in their place, if there is a cap, by the formulas of the
+// forward. All lanes of a warp.
 template <int kSlabs, int kQueries8>
-__device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
+__device__ __forceinline__ void soften(float (&s)[kSlabs][kQueries8][4], const Scores& score) {
+    if (!plan::kSoftcap || !(score.cap > 0.0f)) return;
+    const float ratio = score.scale * score.inverse_cap;
+    float largest = 0.0f;
+    for_each(s, [&](float& x) {
+        x = softmax::scaled(ratio, x);
+        largest = fmaxf(largest, fabsf(x));
+    });
+    if (__all_sync(0xffffffffu, largest <= softmax::kTinyTangent)) {
+        for_each(s, [](float& x) { x = softmax::tanh_tiny(x); });
+    } else if (__all_sync(0xffffffffu, largest <= 1.0f)) {
+        for_each(s, [](float& x) { x = softmax::tanh_small(x); });
+    } else {
+        for_each(s, [](float& x) {
+            x = fabsf(x) <= 1.0f ? softmax::tanh_small(x) : softmax::tanh_any(x);
+        });
+    }
+}
+
+// Which queries of the fragment see a lane's keys by their position, as in columns.cuh.
+template <int kQueries8, int kSlabs>
+__device__ __forceinline__ void look(uint32 (&bits)[kSlabs][2],
                                      const Scores& score,
                                      int32 query,
                                      int32 key) {
-    if (kScored) return;
-    const float hidden = hidden_product(score);
-    uint32 seen[kSlabs][2];  // of a lane's keys
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int32 row = key + fragment::kSlab * slab + fragment::row_of(2 * r);
-            seen[slab][r] = columns::inside<kQueries8>(score.band.queries_of(row), query);
+            bits[slab][r] = columns::inside<kQueries8>(score.band.queries_of(row), query);
         }
     }
-    for_each_pair<kSlabs, kQueries8>(
-        query, key, [&](int slab, int n, int i, int32 at_query, int32 at_key) {
-            if (!columns::holds(seen[slab][i / 2], n, i % 2) || !score.shown(at_query, at_key))
-                s[slab][n][i] = hidden;
-        });
+}
+
+// Marks the products, or tangents, of pairs that band or mask hide, where gradients() has no other
+// way to know.
+template <int kSlabs, int kQueries8>
+__device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
+                                     const Scores& score,
+                                     int32 query,
+                                     int32 key) {
+    if (kPlaced) return;
+    const float hidden = hidden_mark(score);
+    uint32 bits[kSlabs][2];
+    look<kQueries8>(bits, score, query, key);
+    for_each_pair<kSlabs, kQueries8>(query, key,
+                                     [&](int slab, int n, int i, int32 at_query, int32 at_key) {
+                                         bool visible = columns::holds(bits[slab][i / 2], n, i % 2);
+                                         if constexpr (plan::kMask)
+                                             visible = visible && score.unmasked(at_query, at_key);
+                                         if (!visible) s[slab][n][i] = hidden;
+                                     });
 }
 
 // Products become weights (P after dropout) and gradients of scores. Those of hidden pairs are 0,
@@ -69,8 +117,18 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
                                           int32 query,
                                           int32 key) {
     // Not 0, or -inf would not remain hidden.
-    const float scale = score.scale < 0.0f ? -score.unit() : score.unit();
-    const float hidden = hidden_product(score);
+    float scale = score.scale < 0.0f ? -score.unit() : score.unit();
+    const bool softened = plan::kSoftcap && score.cap > 0.0f;
+    if (softened) scale = score.cap;
+    const float hidden = hidden_mark(score);
+    uint32 bits[kSlabs][2];
+    if (kPlaced && !kPlain) look<kQueries8>(bits, score, query, key);
+    // Of the first query and key; exact as long as sequences are shorter than 2^24.
+    float first = 0.0f;
+    if constexpr (plan::kAlibi) {
+        first = static_cast<float>(
+            score.distance(query + fragment::col_of(0), key + fragment::row_of(0)));
+    }
     RowStats row[2];
     Scores::Row randoms[2];
     for_each_pair<kSlabs, kQueries8>(
@@ -83,11 +141,23 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
             float& dx = dp[slab][n][i];
             float slope = 1.0f;
             bool seen = true;
-            if constexpr (kScored) {
-                const Score at = score.at(x, at_query, at_key, !kPlain);
-                x = hw::exp2_approx((at.value - row[i % 2].lse) * softmax::kLog2e);
-                slope = at.slope;
-                seen = at.seen;
+            if (softened) slope = (1.0f - x) * (1.0f + x);
+            if constexpr (kPlaced) {
+                float value = softmax::scaled(scale, x);
+                if (!kPlain) {
+                    seen = columns::holds(bits[slab][i / 2], n, i % 2);
+                    if constexpr (plan::kMask) seen = seen && score.unmasked(at_query, at_key);
+                }
+                if constexpr (plan::kBias) {
+                    const float added = seen ? score.bias_at(at_query, at_key) : 0.0f;
+                    value += added;
+                    seen = seen && !(added == -softmax::infinity<float>());
+                }
+                if constexpr (plan::kAlibi) {
+                    const int further = 8 * n + i % 2 - fragment::kSlab * slab - i / 2 * 8;
+                    value -= score.penalty(first + static_cast<float>(further));
+                }
+                x = hw::exp2_approx((value - row[i % 2].lse) * softmax::kLog2e);
             } else {
                 if (!kPlain) seen = x != hidden;
                 x = hw::exp2_approx(fmaf(x, scale, -row[i % 2].lse) * softmax::kLog2e);
