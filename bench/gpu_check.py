@@ -41,7 +41,7 @@ PARTS = ("tests", "sanitize", "speed", "options", "memory", "host")
 TIMEOUTS = {  # seconds
     "machine": 60,
     "compile": 150,
-    "tests": 330,
+    "tests": 430,
     "sanitize": 240,
     "planted": 90,
     "speed": 120,
@@ -301,7 +301,7 @@ def tests_job(report: Path, workers: int, everything: bool) -> Job:
     if not everything:
         command.append("--gpu-only")
     if importlib.util.find_spec("xdist") and workers > 1:
-        command += ["-n", str(workers)]
+        command += ["-n", str(workers), "--dist", "loadgroup"]
     # JAX, whose arrays are tested too, takes three quarters of the GPU's memory otherwise.
     env = {**threads(1), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return Job("tests", [*command, "tests"], TIMEOUTS["tests"], env)

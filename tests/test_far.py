@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.families import fastest
 
+pytestmark = pytest.mark.xdist_group("far")  # one process: each of them would take 9 GB
+
 LIMIT = 2**31
 # Bytes from the first to the last index of a long axis. For each length that an axis has here, they
 # are steps of whole lines of 256 bytes, and so arrays lie beside one another at each step.
