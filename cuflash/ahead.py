@@ -7,6 +7,7 @@ for arrays that only have a form, on a device that need not be there.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import time
@@ -95,8 +96,9 @@ def precompile(
         Which pass.
     any_strides : bool
         Also compile what calls need whose rows cannot be moved by 16 bytes, or that share heads by
-        a stride of 0. Without it arrays are taken to be contiguous, or slices along axes other than
-        the last. Only float16 and bfloat16 have such kernels.
+        a stride of 0, or whose bias or mask has rows that do not begin at multiples of 16 bytes (as
+        those of lengths that are no multiple of 16). Without it arrays are taken to be contiguous,
+        or slices along axes other than the last. Only float16 and bfloat16 have such kernels.
     arch : str or iterable of str, optional
         "sm_90" for GPUs of compute capability 9.0, and so on; "cpu" for the CPU back end; or
         several of them. By default that of the current GPU.
@@ -206,16 +208,34 @@ def _calls(
         problem = Problem(dtype, *sizes, 1.0, OPEN, OPEN, features=features)
         if "packed" in features:
             problem = problem._replace(batch=1)
-        for kind in strides:
+        for kind, pairs in itertools.product(strides, _pairs(dtype, features, len(strides) > 1)):
             forms = {
                 "q": _form(dtype, length, dim, kind),
                 "k": _form(dtype, length, dim, kind, shared=True),
                 "v": _form(dtype, length, dim_v, kind, shared=True),
                 "out": _form(dtype, length, dim_v, "contiguous"),
+                **pairs,
             }
             if direction == "backward":
                 forms["dout"] = _form(dtype, length, dim_v, kind)
             yield problem, forms
+
+
+def _pairs(dtype: DType, features: tuple[str, ...], every: bool) -> list[dict[str, Form]]:
+    """Return forms of bias and mask: of either dtype, and of `every` alignment of their rows."""
+    sizes = {"bias": sorted({dtype.itemsize, dtype.accum.itemsize}), "mask": [1]}
+    of = [[(name, size) for size in sizes[name]] for name in ("bias", "mask") if name in features]
+    return [
+        {name: _pair_form(size, at_once) for name, size in arrays}
+        for arrays in itertools.product(*of)
+        for at_once in ((16, 4, 0) if every and arrays else (16,))
+    ]
+
+
+def _pair_form(size: int, at_once: int) -> Form:
+    """Return the form of a bias or mask, of whose rows so many bytes are copied at once."""
+    keys, step = 256, size if at_once else 2 * size
+    return Form((1, 1, keys, keys), (0, 0, keys * step + at_once % 16, step), size, 0)
 
 
 def _form(dtype: DType, length: int, dim: int, kind: str, shared: bool = False) -> Form:

@@ -154,14 +154,17 @@ def row_alignment(x: View | Form, layout: Layout, group: int) -> int:
 
 
 def pair_alignment(x: View | Form) -> int:
-    """Return how many bytes of a row of a bias or mask can be copied at once: 16, 8, 4 or 0."""
+    """Return how many bytes of a row of a bias or mask are copied at once: 16, 4 or 0.
+
+    Not 8: each of them is a kernel of its own, and a mask may grow by a key at each call.
+    """
     *outer, step = x.strides
     if step != x.itemsize or x.shape[-1] == 1:
         return 0
     bits = x.address | x.shape[-1] * x.itemsize
     for length, stride in zip(x.shape, outer, strict=False):
         bits |= stride if length > 1 else 0
-    return next((n for n in (16, 8, 4) if not bits % n), 0)
+    return next((n for n in (16, 4) if not bits % n), 0)
 
 
 def has_boxes(x: View | Form, layout: Layout) -> bool:

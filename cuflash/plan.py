@@ -236,7 +236,7 @@ class ForwardMma(KernelPlan):
     dim_v: int
     blocks_per_sm: int  # what the compiler keeps registers free for
     aligned: int  # bytes of rows of q, k and v that are copied at once: 16, 8, or 0 for any strides
-    bias_aligned: int = 0  # the same of a bias and a mask: 16, 8, 4, or 0: they are not copied
+    bias_aligned: int = 0  # the same of a bias and a mask: 16, 4, or 0: they are not copied
     bias_wide: bool = False  # elements of a bias that is copied are accumulators
     mask_aligned: int = 0
 

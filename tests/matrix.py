@@ -405,7 +405,7 @@ def _pair_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
     names = [name for name, where in ARCHITECTURES.items() if where.capability >= (8, 0)]
     copied: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         (("bias",), {"bias_aligned": 16}),
-        (("bias",), {"bias_aligned": 8, "bias_wide": True}),
+        (("bias",), {"bias_aligned": 16, "bias_wide": True}),
         (("mask",), {"mask_aligned": 16}),
         (FEATURES, {"bias_aligned": 4, "mask_aligned": 4}),
     ]

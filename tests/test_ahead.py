@@ -63,11 +63,13 @@ def arrays(
     return found
 
 
-def arguments(dtype: str, length: int, options: tuple[str, ...]) -> dict[str, Any]:
+def arguments(
+    dtype: str, length: int, options: tuple[str, ...], narrow: bool = False
+) -> dict[str, Any]:
     rng, accum = np.random.default_rng(1), "f8" if dtype == "float64" else "f4"
     every = {
         "softcap": 5.0,
-        "bias": rng.standard_normal((length, length)).astype(accum),
+        "bias": rng.standard_normal((length, length)).astype(dtype if narrow else accum),
         "mask": rng.random((length, length)) < 0.9,
         "alibi_slopes": np.full(2, 0.1, accum),
         "sinks": np.zeros(2, accum),
@@ -151,7 +153,13 @@ def wanted(
 
 
 def needed(
-    dtype: str, length: int, dim: int, dim_v: int, options: tuple[str, ...], strides: str
+    dtype: str,
+    length: int,
+    dim: int,
+    dim_v: int,
+    options: tuple[str, ...],
+    strides: str,
+    narrow: bool = False,
 ) -> set[UnitPlan]:
     """The plans that calls have compiled for Hopper, as far as the launch."""
     plans: set[UnitPlan] = set()
@@ -162,7 +170,7 @@ def needed(
 
     q, k, v, dout = arrays(dtype, length, dim, dim_v, strides)
     given, names = (
-        arguments(dtype, length, options),
+        arguments(dtype, length, options, narrow),
         ("softcap", "bias", "mask", "alibi_slopes", "sinks"),
     )
     defaults = {"softcap": 0.0, "dropout_p": 0.0}
@@ -201,19 +209,29 @@ CALLS = [
 
 @pytest.mark.parametrize("case", CALLS, ids=str)
 def test_what_calls_need_on_hopper_is_compiled(folder: Path, case: tuple[Any, ...]) -> None:
-    dtype, dim, dim_v, options = case
+    dtype, dim, _, options = case
     some, most = wanted(*case), wanted(*case, any_strides=True)
     usual = ("contiguous", "sliced") if dim % 8 == 0 else ("contiguous",)
     every = ("contiguous", "sliced", "8 bytes", "reversed", "shared")
     if dtype == "float32":
         usual, every = every, every
-    lengths = (20, 255, 256, 300)
+    pairs = "bias" in options
+    lengths, kinds = (
+        ((32, 240, 256, 304), (False, True)) if pairs else ((20, 255, 256, 300), (False,))
+    )
     calls = {
-        strides: set().union(*(needed(dtype, n, dim, dim_v, options, strides) for n in lengths))
+        strides: set().union(
+            *(needed(*case[:1], n, *case[1:], strides, kind) for n in lengths for kind in kinds)
+        )
         for strides in every
     }
     assert set().union(*(calls[strides] for strides in usual)) == some
     assert set().union(*calls.values()) <= most
+    if pairs:  # rows of other lengths are not aligned
+        odd = (
+            needed(*case[:1], n, *case[1:], "contiguous", kind) for n in (36, 41) for kind in kinds
+        )
+        assert options == OPTIONS or set().union(*odd) <= most
     assert some <= most and (dtype != "float32" or some == most)
 
 

@@ -25,7 +25,7 @@ KINDS = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16
 VIEWS = {
     "contiguous": 16,
     "inside": 16,  # of longer rows
-    "half aligned": 8,
+    "half aligned": 4,
     "word aligned": 4,
     "odd": 0,
     "queries reversed": 16,

@@ -5,7 +5,7 @@
 // the tile. Rows of a tile are an odd number of 16-byte pieces apart, or of twice that for 4-byte
 // elements, so that neither the lanes of a warp nor those of half a warp meet in a bank.
 //
-// Only for arrays whose rows can be copied by kPiece bytes, of 16, 8 or 4. Along queries, heads and
+// Only for arrays whose rows can be copied by kPiece bytes, 16 or 4. Along queries, heads and
 // entries they may be broadcast; then the same row is copied again.
 #pragma once
 #include "hw/cp_async.cuh"
