@@ -200,7 +200,7 @@ def _calls(
     dim: int,
     dim_v: int,
     features: tuple[str, ...],
-    strides: Iterable[str],
+    strides: tuple[str, ...],
 ) -> Iterator[tuple[Problem, dict[str, Form]]]:
     """Yield calls that need different kernels, if any do: short and long ones, by strides."""
     for length in (realign.MIN_LENGTH - 1, realign.MIN_LENGTH):
