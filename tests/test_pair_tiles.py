@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import Backend
 from matrix import OPTION_ROWS, Row
 from run import schedule, using
 
@@ -73,15 +74,17 @@ def laid(x: np.ndarray, view: str) -> np.ndarray:
     return np.broadcast_to(laid(x[..., :1, :], "contiguous"), x.shape)
 
 
-def agree(row: Row, q: Any, k: Any, v: Any, *cu: Any, **options: Any) -> None:
+def agree(backend: Backend, row: Row, q: Any, k: Any, v: Any, **options: Any) -> None:
     """Compare out and lse with the reference, and NaN and infinities exactly."""
-    call = cuflash.attention_varlen if cu else cuflash.attention
-    naive = cuflash.reference.attention_varlen if cu else cuflash.reference.attention
+    arrays = (backend.array(x) for x in (q, k, v))
+    given = {
+        name: backend.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+    }
     with using(row.forward, row.backward), schedule(3):
-        out, lse = call(q, k, v, *cu, return_lse=True, **options)
-    wanted, wanted_lse = naive(q, k, v, *cu, return_lse=True, **options)
-    np.testing.assert_allclose(np.asarray(out, "f8"), wanted, rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(np.asarray(lse, "f8"), wanted_lse, rtol=1e-4, atol=1e-4)
+        out, lse = (backend.host(x) for x in cuflash.attention(*arrays, return_lse=True, **given))
+    wanted, wanted_lse = cuflash.reference.attention(q, k, v, return_lse=True, **options)
+    np.testing.assert_allclose(out.astype("f8"), wanted, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse.astype("f8"), wanted_lse, rtol=1e-4, atol=1e-4)
 
 
 def qkv(row: Row, queries: int, keys: int) -> tuple[np.ndarray, ...]:
@@ -97,7 +100,7 @@ def qkv(row: Row, queries: int, keys: int) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow", "float32"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_bias_of_any_strides(dtype: str, wide: bool, view: str) -> None:
+def test_bias_of_any_strides(backend: Backend, dtype: str, wide: bool, view: str) -> None:
     row = ROWS[dtype]
     q, k, v = qkv(row, 71, 80)
     rng = np.random.default_rng(1)
@@ -108,13 +111,13 @@ def test_bias_of_any_strides(dtype: str, wide: bool, view: str) -> None:
     bias[..., 7] = -np.inf  # in a row of numbers that nobody may see
     k[:, 7], v[:, 7] = np.inf, np.nan
     bias = laid(bias.astype("f4" if wide else KINDS[dtype]), view)
-    agree(row, q, k, v, bias=bias)
-    agree(row, q, k, v, bias=bias, causal=True, softcap=5.0)
+    agree(backend, row, q, k, v, bias=bias)
+    agree(backend, row, q, k, v, bias=bias, causal=True, softcap=5.0)
 
 
 @pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("view", VIEWS)
-def test_mask_of_any_strides(dtype: str, view: str) -> None:
+def test_mask_of_any_strides(backend: Backend, dtype: str, view: str) -> None:
     row = ROWS[dtype]
     q, k, v = qkv(row, 71, 80)
     mask = np.random.default_rng(2).random((2, 2, 71, 80)) < 0.7
@@ -123,22 +126,22 @@ def test_mask_of_any_strides(dtype: str, view: str) -> None:
     mask[..., 7] = False
     k[:, 7], v[:, 7] = np.inf, np.nan
     mask = laid(mask, view)
-    agree(row, q, k, v, mask=mask)
-    agree(row, q, k, v, mask=mask, window=(30, 20))
+    agree(backend, row, q, k, v, mask=mask)
+    agree(backend, row, q, k, v, mask=mask, window=(30, 20))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 71, 80), (1, 2, 1, 80), (2, 1, 71, 1), (71, 80), (1, 80)])
-def test_broadcast_axes(shape: tuple[int, ...]) -> None:
+def test_broadcast_axes(backend: Backend, shape: tuple[int, ...]) -> None:
     row = ROWS["bfloat16"]
     q, k, v = qkv(row, 71, 80)
     rng = np.random.default_rng(3)
     bias = laid(rng.standard_normal(shape).astype("f4"), "contiguous")
     mask = laid(rng.random(shape) < 0.7, "contiguous")
-    agree(row, q, k, v, bias=bias, mask=mask)
+    agree(backend, row, q, k, v, bias=bias, mask=mask)
 
 
 @pytest.mark.parametrize("keys", [48, 50, 51])
-def test_packed_entries_count_from_their_own_first_rows(keys: int) -> None:
+def test_packed_entries_count_from_their_own_first_rows(backend: Backend, keys: int) -> None:
     row = ROWS["float16"]
     cu_q, cu_k = np.array([1, 36, 71], np.int32), np.array([3, 50, 50 + 31], np.int32)
     q, k, v = (x[0] for x in qkv(row, 75, 83))
@@ -146,9 +149,10 @@ def test_packed_entries_count_from_their_own_first_rows(keys: int) -> None:
     bias = laid(rng.standard_normal((2, 1, 35, keys)).astype("f2"), "contiguous")
     mask = laid(rng.random((2, 2, 35, keys)) < 0.8, "contiguous")
     with using(row.forward, row.backward):
-        out, lse = cuflash.attention_varlen(
-            q, k, v, cu_q, cu_k, return_lse=True, bias=bias, mask=mask
-        )
+        arrays = (backend.array(x) for x in (q, k, v, cu_q, cu_k))
+        given = {"bias": backend.array(bias), "mask": backend.array(mask)}
+        both = cuflash.attention_varlen(*arrays, return_lse=True, **given)
+        out, lse = (backend.host(x) for x in both)
     for entry in range(2):
         rows, cols = slice(*cu_q[entry : entry + 2]), slice(*cu_k[entry : entry + 2])
         size = cu_k[entry + 1] - cu_k[entry]
@@ -156,7 +160,7 @@ def test_packed_entries_count_from_their_own_first_rows(keys: int) -> None:
             q[rows], k[cols], v[cols], return_lse=True,
             bias=bias[entry : entry + 1, ..., :size], mask=mask[entry : entry + 1, ..., :size],
         )  # fmt: skip
-        np.testing.assert_allclose(np.asarray(out[rows], "f8"), wanted, rtol=2e-2, atol=2e-2)
+        np.testing.assert_allclose(out[rows].astype("f8"), wanted, rtol=2e-2, atol=2e-2)
         np.testing.assert_allclose(lse[:, rows], wanted_lse, rtol=1e-4, atol=1e-4)
 
 
