@@ -225,10 +225,14 @@ def _pairs(dtype: DType, features: tuple[str, ...], every: bool) -> list[dict[st
     """Return forms of bias and mask: of either dtype, and of `every` alignment of their rows."""
     sizes = {"bias": sorted({dtype.itemsize, dtype.accum.itemsize}), "mask": [1]}
     of = [[(name, size) for size in sizes[name]] for name in ("bias", "mask") if name in features]
+    alignments = (16, 4, 0) if every else (16,)
     return [
-        {name: _pair_form(size, at_once) for name, size in arrays}
+        {
+            name: _pair_form(size, at_once)
+            for (name, size), at_once in zip(arrays, of_rows, strict=True)
+        }
         for arrays in itertools.product(*of)
-        for at_once in ((16, 4, 0) if every and arrays else (16,))
+        for of_rows in itertools.product(alignments, repeat=len(of))
     ]
 
 

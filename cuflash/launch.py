@@ -34,7 +34,7 @@ from .params import (
     tensor_map,
 )
 from .plan import MAPS_AT, TMA_PARAMS_BYTES, Box, KernelPlan, MergeStates, Plan, Realign
-from .problem import Arrays, Problem, Traits
+from .problem import FEATURES, Arrays, Problem, Traits
 from .tensormap import MAP_BYTES
 
 __all__ = ["backward", "forward", "host_seed", "merge", "selection", "workspace_bytes"]
@@ -497,7 +497,7 @@ def _describe(direction: str, traits: Traits, facts: device.Device, plan: Plan) 
     ]
     for kernel in plan:
         fields = dataclasses.asdict(kernel)
-        flags = " ".join(name for name, value in fields.items() if value is True)
+        flags = " ".join(name for name in FEATURES if fields.get(name))
         sizes = ", ".join(f"{x} {y}" for x, y in fields.items() if type(y) is int)
         lines.append(
             f"cuflash:   {kernel.kernel} ({kernel.family}): {kernel.threads} threads, "

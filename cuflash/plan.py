@@ -411,7 +411,7 @@ class BackwardRowsSm90(BackwardRowsMma):
 
 @dataclass(frozen=True)
 class BackwardSm90(_BackwardMma):
-    """``backward_sm90.cu``; the kernels around it are those of the mma family."""
+    """``backward_sm90.cu``; behind it runs a kernel of the mma family."""
 
     kernel = "backward_sm90"
     family = "sm90"

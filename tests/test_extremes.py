@@ -134,3 +134,31 @@ def test_nan_reaches_keys_whose_weight_is_too_small_for_a_number(
     for name in ("dq", "dk", "dv"):
         seen = np.isnan(backend.host(getattr(got, name)).astype(float))
         np.testing.assert_array_equal(seen, np.isnan(getattr(want, name)), err_msg=name)
+
+
+SOFTENING = [
+    row
+    for row in OPTION_ROWS
+    if row.options == ("softcap",) or (row in OPTIONS and row.family("forward") != "simt")
+]
+
+
+@pytest.mark.parametrize("row", SOFTENING, ids=lambda row: row.name)
+@pytest.mark.parametrize("poison", [30.0, 1e4])
+def test_what_hidden_keys_hold_changes_no_bit_of_a_softcap(
+    backend: Backend, row: Row, poison: float
+) -> None:
+    rng = np.random.default_rng(11)
+    dtype = np.dtype(ml_dtypes.bfloat16 if row.dtype == "bfloat16" else np.float16)
+    q, dout = (rng.standard_normal((1, 20, 2, n)) for n in (row.head_dim, row.head_dim_v))
+    k, v = (rng.standard_normal((1, 150, 2, n)) for n in (row.head_dim, row.head_dim_v))
+    options = {"causal": True, "window": (5, 0), "softcap": 60.0}
+    found = []
+    for value in (0.0, poison):
+        k[:, :125] = value  # the first query stands at 130
+        arrays = [backend.array(x.astype(dtype)) for x in (q, k, v, dout)]
+        with using(row.forward, row.backward):
+            out, lse = cuflash.attention(*arrays[:3], return_lse=True, **options)
+            grads = cuflash.attention_backward(arrays[3], *arrays[:3], out, lse, **options)
+        found.append([backend.host(x).tobytes() for x in (out, lse, *grads)])
+    assert found[0] == found[1]

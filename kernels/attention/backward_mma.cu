@@ -211,7 +211,7 @@ __device__ __forceinline__ void turn(
     Fragments s, dp;
     fragment::clear(s);
     fragment::add_a_bt(s, smem.k, at.row, q, at.query);
-    transposed::soften(s, score);
+    transposed::soften<kPlain>(s, score);
     if (!kPlain) transposed::hide(s, score, query + at.query, at.first_key + at.row);
     fragment::clear(dp);
     fragment::add_a_bt(dp, smem.v, at.row, dout, at.query);

@@ -28,7 +28,8 @@
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the one who takes jobs
-//   job_empty[slot]   lanes of all other warps: those who bring dq, once its turns are over
+//   job_empty[slot]   lanes of the one who looks, of the two who bring dq, once its turns are over,
+//                     and of the first computing warp, once it has copied the job: see begin()
 //   k_full, v_full    the loader, and the bytes
 //   k_empty, v_empty  lanes of the computing warps; of K also the one who looks
 //   q_full, dout_full the loader, and the bytes, with those of the row statistics for q
@@ -84,7 +85,8 @@ using ScoreTile = swizzled::Tile<plan::kTileQ, plan::kTileKv>;
 static_assert(kDqCols % QueryTile::kChunk == 0 && kColsV % DoutTile::kChunk == 0,
               "whole chunks of columns");
 
-constexpr int kJobs = 2;  // that are known at most
+constexpr int kJobs = 2;        // that are known at most
+constexpr int kJobReaders = 4;  // warps: see job_empty
 
 // Infinities or NaN, where something is hidden: in K, in Q or dout.
 constexpr int32 kOfKeys = 1, kOfQueries = 2;
@@ -422,7 +424,7 @@ __device__ __forceinline__ void turn(
     const Step& step = smem.steps[stage.at()];
     const int32 query = step.query, key = job.work.tile * plan::kTileKv + row;
     const Scores score = Scores::of(p, job.work.entry, step.head);
-    transposed::soften(s, score);
+    transposed::soften<kPlain>(s, score);
     if (!kPlain) transposed::hide(s, score, query, key);
     transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], score, query, key);
     uint32 weights[kSteps][4], ds[kSteps][4];
@@ -706,7 +708,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         smem.again = smem.passed = 0;
         for (int i = 0; i < kJobs; ++i) {
             hw::mbarrier_init(smem.job_full[i], 1);
-            hw::mbarrier_init(smem.job_empty[i], 4);
+            hw::mbarrier_init(smem.job_empty[i], kJobReaders);
         }
         hw::mbarrier_init(smem.k_full, 1);
         hw::mbarrier_init(smem.k_empty, kComputingWarps + 1);

@@ -53,9 +53,15 @@ constexpr float kCapped = softmax::kTinyTangent;  // of the cap: see tanh_tiny()
 // Products become cap * tanh(score / cap), by one of three formulas, whose errors are at most 1e-7
 // of the cap. Mostly no score of the warp is beyond a quarter of the cap: then by a polynomial of
 // the product, whose factors have scale and cap in them.
-template <int kSlabs, int kKeys8>
+template <bool kHides, int kSlabs, int kKeys8>
 __device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scores& score) {
     const float ratio = score.scale * score.inverse_cap;  // a product's share of the cap
+    if constexpr (kHides) {
+        for_each(s, [&](float& x) {
+            x = softmax::scaled(score.cap, softmax::tanh_by_size(softmax::scaled(ratio, x)));
+        });
+        return;
+    }
     float largest = 0.0f;
     for_each(s, [&](float& x) { largest = fmaxf(largest, fabsf(x)); });
     largest *= fabsf(ratio);
@@ -147,7 +153,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
     static_assert(kBits || !Words::kReads, "words of a mask are bits");
     if constexpr (kScored) {
         if (plan::kSoftcap && score.cap > 0.0f) {
-            soften(s, score);
+            soften<kHides>(s, score);
         } else {
             for_each(s, [&](float& x) { x = softmax::scaled(score.scale, x); });
         }

@@ -27,7 +27,8 @@ struct Tile {
     alignas(16) unsigned char at[kRows][kPitch];
 
     // Starts to bring the elements of queries [query, query + kRows) and keys [key, key + kKeys).
-    // What the array does not have becomes zeros. As fragment::copy_pieces.
+    // What the array does not have becomes zeros, where Pairs::at() repeats its last row and key.
+    // As fragment::copy_pieces.
     template <int kThreads>
     __device__ __forceinline__ void copy(const Pairs& pairs, int32 query, int32 key) {
         constexpr int kPieces = kWidth / kPiece;  // of a row
@@ -37,9 +38,9 @@ struct Tile {
         const int row = thread / kSharers, col = thread % kSharers * kPiece;
         if (kThreads % kSharers != 0 && row >= kStep) return;
         const int64 pitch = pairs.stride_query * kBytes, step = kStep * pitch;
-        const unsigned char* from = pairs.data + (query + row) * pitch + key * kBytes + col;
+        const unsigned char* from = pairs.data + (query + row) * pitch + int64{key} * kBytes + col;
         const int rows = pairs.stride_query == 0 ? kRows : pairs.last_query + 1 - query;
-        const int width = (pairs.last_key + 1 - key) * kBytes - col;
+        const int width = min(pairs.last_key + 1 - key, kKeys) * kBytes - col;
 #pragma unroll
         for (int i = 0; i < kRows; i += kStep, from += step) {
             if (kRows % kStep != 0 && i + row >= kRows) break;
@@ -144,7 +145,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
     constexpr bool kAdds = kBias && !plan::kSoftcap;
     if constexpr (online::kScored && !kAdds) {
         if (plan::kSoftcap && score.cap > 0.0f) {
-            online::soften(s, score);
+            online::soften<kHides || kMask || kBias>(s, score);
         } else {
             online::for_each(s, [&](float& x) { x = softmax::scaled(score.scale, x); });
         }

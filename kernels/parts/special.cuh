@@ -99,7 +99,8 @@ __device__ __forceinline__ void add(float (&to)[kSlabs][kColumns8][4], const Til
 }
 
 // Adds that to columns [to_col, to_col + 16) of rows [row, row + 16) of a matrix, each lane to the
-// elements that fragment::write() gave it.
+// elements that fragment::write() gave it; behind fragment::write_rows(), where other lanes of the
+// warp wrote them, a barrier must be between.
 template <bool kSigned, class Tile, class Sees>
 __device__ __forceinline__ void add(
     const Matrix& to, int32 row, int32 to_col, const Tile& b, int col, Sees sees) {

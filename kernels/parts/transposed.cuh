@@ -51,10 +51,14 @@ __device__ __forceinline__ void for_each(float (&s)[kSlabs][kQueries8][4], Chang
 
 // Products become tanh(score / cap) in their place, if there is a cap, by the formulas of the
 // forward. All lanes of a warp.
-template <int kSlabs, int kQueries8>
+template <bool kPlain, int kSlabs, int kQueries8>
 __device__ __forceinline__ void soften(float (&s)[kSlabs][kQueries8][4], const Scores& score) {
     if (!plan::kSoftcap || !(score.cap > 0.0f)) return;
     const float ratio = score.scale * score.inverse_cap;
+    if constexpr (!kPlain) {
+        for_each(s, [&](float& x) { x = softmax::tanh_by_size(softmax::scaled(ratio, x)); });
+        return;
+    }
     float largest = 0.0f;
     for_each(s, [&](float& x) {
         x = softmax::scaled(ratio, x);
