@@ -35,6 +35,7 @@ _ALLOWED = {"float32": 1e-5, "float16": 1e-2}  # of the largest element
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 if calls work on some device, else 1."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,  # --clear deletes files
         prog="python -m cuflash",
         description="Say what is installed, whether it works, and what to do where it does not.",
     )

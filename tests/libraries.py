@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from typing import Any
 
 import ml_dtypes
@@ -17,9 +18,13 @@ __all__ = ["LIBRARIES", "Jax", "Library", "Numba", "Torch"]
 def imported(module: str, name: str) -> Any:
     """Import a library; a test is skipped that finds none, or one that this NumPy does not suit."""
     try:
-        return importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
     except ImportError as error:
         pytest.skip(f"{name} is not installed: {error}")
+    except Exception as error:
+        pytest.skip(f"{name} cannot be imported: {error}")
 
 
 class Library:

@@ -162,3 +162,16 @@ def test_what_hidden_keys_hold_changes_no_bit_of_a_softcap(
             grads = cuflash.attention_backward(arrays[3], *arrays[:3], out, lse, **options)
         found.append([backend.host(x).tobytes() for x in (out, lse, *grads)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("row", SOFTENING, ids=lambda row: row.name)
+@pytest.mark.parametrize(("cap", "scale"), [(1e-11, None), (1e-3, 1e6), (1.0, 1e9), (1e-38, 1e3)])
+def test_products_of_0_have_no_share_of_a_small_cap(
+    backend: Backend, row: Row, cap: float, scale: float | None
+) -> None:
+    zeros = _normal(row, 1, 40) * 0
+    v = _normal(row, 2, 40, of_v=True)
+    out, lse = _forward(backend, row, zeros, zeros, v, softcap=cap, scale=scale)
+    want = v.astype(_dtype(row)).astype(float).mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(out, np.broadcast_to(want, out.shape), atol=2e-3)
+    np.testing.assert_allclose(lse, np.log(40), atol=1e-6)

@@ -330,7 +330,7 @@ def test_torch_is_awaited_and_waits(streams: Streams, gpu_torch: Torch) -> None:
     torch = gpu_torch.torch
     source = [gpu_torch.array(x) for x in streams.values.values()]
     ours, theirs = streams.stream(), torch.cuda.Stream()
-    also_theirs = streams.cuda.ExternalStream(theirs.cuda_stream)
+    also_theirs = streams.cuda.Stream.from_external(theirs)
 
     def go() -> tuple[list[Any], bool]:
         with torch.cuda.stream(theirs):
@@ -366,7 +366,7 @@ def test_one_stream_for_torch_and_us(streams: Streams, gpu_torch: Torch) -> None
     stream = torch.cuda.Stream()
 
     def go() -> tuple[list[Any], bool]:
-        with torch.cuda.stream(stream), streams.cuda.ExternalStream(stream.cuda_stream):
+        with torch.cuda.stream(stream), streams.cuda.Stream.from_external(stream):
             streams.spin()
             tensors = [x.clone() for x in source]
             q, k, v, dout = tensors
@@ -399,7 +399,7 @@ def test_threads_with_streams_of_their_own(streams: Streams, gpu_torch: Torch) -
 
     def work(number: int) -> None:
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream), streams.cuda.ExternalStream(stream.cuda_stream):
+        with torch.cuda.stream(stream), streams.cuda.Stream.from_external(stream):
             start.wait()
             for _ in range(20):
                 # The values of each thread are its own, and exact in float32.

@@ -663,6 +663,9 @@ __device__ __forceinline__ void lead(const TmaParams& maps, Smem& smem) {
     Stages stage;
     Ring<1> part;
     for (Slots slot;; slot.next()) {
+        // Before a ticket is drawn, where lanes meet: one that came to look later might find a slot
+        // that has been filled and emptied again.
+        hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
         Work work = {slack(Keys(), 0, 0), 0, 0};
         bool exists = false, more = true;
         while (!exists && more) {
@@ -672,7 +675,6 @@ __device__ __forceinline__ void lead(const TmaParams& maps, Smem& smem) {
                 more && work_at<Keys, plan::kTileKv>(
                             p, interleaved<Keys, plan::kTileKv>(p, index, heads_together(p)), work);
         }
-        hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
         if (threadIdx.x == 0) {
             Job& job = smem.jobs[slot.at()];
             note(p, work, exists, part, job);

@@ -51,11 +51,10 @@ using softmax::kQuintic;
 constexpr float kCapped = softmax::kTinyTangent;  // of the cap: see tanh_tiny()
 
 // Products become cap * tanh(score / cap), by one of three formulas, whose errors are at most 1e-7
-// of the cap. Mostly no score of the warp is beyond a quarter of the cap: then by a polynomial of
-// the product, whose factors have scale and cap in them.
+// of the cap. Mostly no score of the warp is beyond a quarter of the cap.
 template <bool kHides, int kSlabs, int kKeys8>
 __device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scores& score) {
-    const float ratio = score.scale * score.inverse_cap;  // a product's share of the cap
+    const float ratio = score.share_of_cap();
     if constexpr (kHides) {
         for_each(s, [&](float& x) {
             x = softmax::scaled(score.cap, softmax::tanh_by_size(softmax::scaled(ratio, x)));
@@ -66,11 +65,8 @@ __device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scor
     for_each(s, [&](float& x) { largest = fmaxf(largest, fabsf(x)); });
     largest *= fabsf(ratio);
     if (__all_sync(0xffffffffu, largest <= kCapped)) {
-        const float b = kCubic * score.scale * (ratio * ratio);
-        const float c = kQuintic * score.scale * (ratio * ratio) * (ratio * ratio);
         for_each(s, [&](float& x) {
-            const float z = x * x;
-            x = softmax::scaled(x, fmaf(z, fmaf(z, c, b), score.scale));
+            x = softmax::scaled(score.cap, softmax::tanh_tiny(softmax::scaled(ratio, x)));
         });
     } else if (__all_sync(0xffffffffu, largest <= 1.0f)) {
         for_each(s, [&](float& x) {

@@ -111,6 +111,12 @@ struct Scores {
         return fmaxf(fabsf(static_cast<float>(scale)), __int_as_float(1));
     }
 
+    // A product's share of the cap. Finite, for a product of 0 has no share.
+    __device__ __forceinline__ float share_of_cap() const {
+        constexpr float kLargest = 3.4028234e38f;
+        return fminf(fmaxf(static_cast<float>(scale * inverse_cap), -kLargest), kLargest);
+    }
+
     // May pairs of this tile be hidden? If not, no pair need be asked about.
     __device__ __forceinline__ bool hides(int32 query, int32 queries, int32 key, int32 keys) const {
         return hides_pairs() || !band.full(query, queries, key, keys);

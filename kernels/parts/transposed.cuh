@@ -54,7 +54,7 @@ __device__ __forceinline__ void for_each(float (&s)[kSlabs][kQueries8][4], Chang
 template <bool kPlain, int kSlabs, int kQueries8>
 __device__ __forceinline__ void soften(float (&s)[kSlabs][kQueries8][4], const Scores& score) {
     if (!plan::kSoftcap || !(score.cap > 0.0f)) return;
-    const float ratio = score.scale * score.inverse_cap;
+    const float ratio = score.share_of_cap();
     if constexpr (!kPlain) {
         for_each(s, [&](float& x) { x = softmax::tanh_by_size(softmax::scaled(ratio, x)); });
         return;
