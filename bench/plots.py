@@ -149,7 +149,7 @@ def peers_table(results: Results) -> list[str]:
         if any(cells):
             table.append([NAMES[variant], *(_spread(cell) for cell in cells)])
     cells = max((len(one) for one in ratios.values()), default=0)
-    about = f"Geometric means over {cells} cells, in brackets the least and the most: "
+    about = f"Geometric means over up to {cells} cells, in brackets the least and the most: "
     head = ["cuflash is as fast as", "forward, times", "backward, times"]
     text = about + "bfloat16, " + _conditions(results.grid, results.grid[0]["machine"])
     return [*_table(head, "lrr", table), "", text]
