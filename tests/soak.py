@@ -42,8 +42,9 @@ SIZES = (16, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
 def draw(rng: random.Random, where: device.Device) -> Row:
     """Return the plans that random calls get."""
     dtype = rng.choice(DTYPES)
-    head_dim = rng.choice([rng.choice(SIZES), rng.randint(1, 256)])
-    head_dim_v = rng.choice([head_dim, head_dim, rng.choice(SIZES), rng.randint(1, 256)])
+    # Below 8 `case_of` finds no size that can be moved by whole pieces.
+    head_dim = rng.choice([rng.choice(SIZES), rng.randint(8, 256)])
+    head_dim_v = rng.choice([head_dim, head_dim, rng.choice(SIZES), rng.randint(8, 256)])
     options = tuple(name for name in FEATURES if rng.random() < 0.2)
     return shipped(dtype, head_dim, head_dim_v, where, options)
 

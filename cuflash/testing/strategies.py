@@ -55,7 +55,7 @@ def problems(
     causal : bool, optional
         Draw only calls that are causal, or only ones that are not.
     same_lengths : bool
-        As many keys as queries, as in self-attention.
+        As many keys as queries, as in self-attention; of packed arrays, as many in all.
     layouts : sequence of {"bshd", "bhsd"}
         The layouts to draw from.
     strides : bool
