@@ -294,7 +294,10 @@ def read_features(options: Any) -> tuple[str, ...]:
 
 def _read_arch(arch: Any) -> list[Device]:
     if arch is None:
-        return [device.current()]
+        try:
+            return [device.current()]
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; or name what is meant, as arch='sm_90'") from error
     try:
         names = (arch,) if isinstance(arch, str) else tuple(arch)
     except TypeError:

@@ -337,3 +337,12 @@ def test_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {path.name.rsplit("-", 2)[0] for path in folder.iterdir()}
     assert {"forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"} == names
     assert len(list(folder.iterdir())) == 7  # delta is the same for both sizes
+
+
+def test_without_a_gpu_its_architecture_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current() -> device.Device:
+        raise RuntimeError("there is no GPU")
+
+    monkeypatch.setattr(device, "current", current)
+    with pytest.raises(RuntimeError, match=r"^there is no GPU; .* arch='sm_90'$"):
+        cuflash.precompile("float32", 8)
