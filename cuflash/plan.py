@@ -236,9 +236,9 @@ class ForwardMma(KernelPlan):
     dim_v: int
     blocks_per_sm: int  # what the compiler keeps registers free for
     aligned: int  # bytes of rows of q, k and v that are copied at once: 16, 8, or 0 for any strides
-    bias_aligned: int = 0  # the same of a bias and a mask: 16, 4, or 0: they are not copied
-    bias_wide: bool = False  # elements of a bias that is copied are accumulators
-    mask_aligned: int = 0
+    aligned_bias: int = 0  # the same of a bias and a mask: 16, 4, or 0: they are not copied
+    wide_bias: bool = False  # elements of a bias that is copied are accumulators
+    aligned_mask: int = 0
 
     @property
     def threads(self) -> int:
@@ -250,9 +250,9 @@ class ForwardMma(KernelPlan):
         size = DTYPES[self.dtype].itemsize
         rows = self.tile_q * (self.dim + 8) + 2 * self.tile_kv * (self.dim + self.dim_v + 16)
         found = rows * size
-        if self.bias_aligned:
-            found += 2 * self.tile_q * _pair_pitch(self.tile_kv, 4 if self.bias_wide else size)
-        if self.mask_aligned:
+        if self.aligned_bias:
+            found += 2 * self.tile_q * _pair_pitch(self.tile_kv, 4 if self.wide_bias else size)
+        if self.aligned_mask:
             found += 2 * self.tile_q * _pair_pitch(self.tile_kv, 1)
         return found
 

@@ -50,9 +50,9 @@ class Traits(NamedTuple):
     features: tuple[str, ...] = ()  # of FEATURES, in its order
     aligned: int = 16  # bytes of rows of q, k and v that can be moved at once: 16, 8, or 0
     boxes: bool = True  # TMA can move q, k, v, out and dout
-    bias_aligned: int = 0  # bytes of rows of the bias that are copied at once: 16, 4, or 0
-    bias_wide: bool = False  # such a bias is not of q's dtype but of its accumulators'
-    mask_aligned: int = 0  # as bias_aligned
+    aligned_bias: int = 0  # bytes of rows of the bias that are copied at once: 16, 4, or 0
+    wide_bias: bool = False  # such a bias is not of q's dtype but of its accumulators'
+    aligned_mask: int = 0  # as aligned_bias
 
 
 class Problem(NamedTuple):

@@ -43,9 +43,9 @@ def traits(
         bias, mask = (forms.get(name) for name in ("bias", "mask"))
         if bias and (at_once := pair_alignment(bias)):
             wide = bias.itemsize == problem.dtype.accum.itemsize
-            found = found._replace(bias_aligned=at_once, bias_wide=wide)
+            found = found._replace(aligned_bias=at_once, wide_bias=wide)
         if mask:
-            found = found._replace(mask_aligned=pair_alignment(mask))
+            found = found._replace(aligned_mask=pair_alignment(mask))
     return found
 
 

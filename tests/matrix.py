@@ -404,10 +404,10 @@ def _pair_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
     """
     names = [name for name, where in ARCHITECTURES.items() if where.capability >= (8, 0)]
     copied: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-        (("bias",), {"bias_aligned": 16}),
-        (("bias",), {"bias_aligned": 16, "bias_wide": True}),
-        (("mask",), {"mask_aligned": 16}),
-        (FEATURES, {"bias_aligned": 4, "mask_aligned": 4}),
+        (("bias",), {"aligned_bias": 16}),
+        (("bias",), {"aligned_bias": 16, "wide_bias": True}),
+        (("mask",), {"aligned_mask": 16}),
+        (FEATURES, {"aligned_bias": 4, "aligned_mask": 4}),
     ]
     sizes = (16, 32, 64, 96, 128, 192, 256)
     calls = list(itertools.product(range(len(names)), range(len(sizes)), range(len(copied))))
@@ -426,7 +426,7 @@ def _pair_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
             ),
             ARCHITECTURES[names[i]],
         )
-        if isinstance(plan, ForwardMma) and (plan.bias_aligned or plan.mask_aligned)
+        if isinstance(plan, ForwardMma) and (plan.aligned_bias or plan.aligned_mask)
     ]
 
 

@@ -46,7 +46,7 @@ def using(forward_plan: Plan, backward_plan: Plan) -> Iterator[None]:
 
 def _alignments(kernel: KernelPlan, traits: Traits) -> dict[str, Any]:
     """Return the fields of a plan that say how the arrays of a call can be copied."""
-    names = ("aligned", "bias_aligned", "bias_wide", "mask_aligned")
+    names = ("aligned", "aligned_bias", "wide_bias", "aligned_mask")
     return {name: getattr(traits, name) for name in names if hasattr(kernel, name)}
 
 

@@ -121,8 +121,8 @@ class Mma:
     def forward(self, traits: Traits) -> list[list[Plan]]:
         """Return the candidates for the one kernel of the forward, best first."""
         plans: list[Plan] = [(plan,) for plan in _forwards(traits)]
-        if traits.bias_aligned or traits.mask_aligned:  # where no tile of these fits beside others
-            in_place = traits._replace(bias_aligned=0, bias_wide=False, mask_aligned=0)
+        if traits.aligned_bias or traits.aligned_mask:  # where no tile of these fits beside others
+            in_place = traits._replace(aligned_bias=0, wide_bias=False, aligned_mask=0)
             plans += [(plan,) for plan in _forwards(in_place)]
         return [plans]
 
@@ -172,10 +172,10 @@ def _wanted(traits: Traits, options: frozenset[str]) -> frozenset[str]:
 def _pairs_wanted(traits: Traits, options: frozenset[str]) -> frozenset[str]:
     """Return how a kernel of the forward reads bias and mask: "tiles", "wide", "pairs"."""
     found = {
-        "tiles": traits.bias_aligned or traits.mask_aligned,
-        "wide": traits.bias_wide,
-        "pairs": ("bias" in options and not traits.bias_aligned)
-        or ("mask" in options and not traits.mask_aligned),
+        "tiles": traits.aligned_bias or traits.aligned_mask,
+        "wide": traits.wide_bias,
+        "pairs": ("bias" in options and not traits.aligned_bias)
+        or ("mask" in options and not traits.aligned_mask),
     }
     return frozenset(name for name, wanted in found.items() if wanted)
 
@@ -196,9 +196,9 @@ def forward(traits: Traits, tile: _Tile, options: frozenset[str] = frozenset()) 
         dim_v=padded(traits.head_dim_v),
         blocks_per_sm=tile.blocks_per_sm,
         aligned=traits.aligned,
-        bias_aligned=traits.bias_aligned,
-        bias_wide=traits.bias_wide,
-        mask_aligned=traits.mask_aligned,
+        aligned_bias=traits.aligned_bias,
+        wide_bias=traits.wide_bias,
+        aligned_mask=traits.aligned_mask,
         **dict.fromkeys(options, True),
     )
 

@@ -32,7 +32,7 @@ constexpr int kCols8 = plan::kDimV / 8;    // and of results
 constexpr int kRows = 2 * kSlabs;          // that a lane has elements of
 constexpr int kRowsOfWarp = fragment::kSlab * kSlabs;
 
-constexpr bool kPairs = pair_tile::kBias || pair_tile::kMask;
+constexpr bool kPairs = pair_tile::kCopiesBias || pair_tile::kCopiesMask;
 
 using online::kScored;
 using online::LazyRow;

@@ -63,7 +63,7 @@ struct Tile {
 };
 
 // What a kernel copies of a call's bias and mask, by its plan.
-constexpr bool kBias = plan::kBiasAligned > 0, kMask = plan::kMaskAligned > 0;
+constexpr bool kCopiesBias = plan::kAlignedBias > 0, kCopiesMask = plan::kAlignedMask > 0;
 
 template <bool kWide>
 struct BiasOf {
@@ -73,13 +73,13 @@ template <>
 struct BiasOf<true> {
     using type = Accum;
 };
-using BiasElement = BiasOf<plan::kBiasWide>::type;
+using BiasElement = BiasOf<plan::kWideBias>::type;
 
 // Has the call a bias or mask that is not copied?
 __device__ __forceinline__ bool in_place(const Scores& score) {
     bool found = false;
-    if constexpr (plan::kBias && !kBias) found = score.bias.data;
-    if constexpr (plan::kMask && !kMask) found = found || score.mask.data;
+    if constexpr (plan::kBias && !kCopiesBias) found = score.bias.data;
+    if constexpr (plan::kMask && !kCopiesMask) found = found || score.mask.data;
     return found;
 }
 
@@ -106,8 +106,8 @@ struct Part<kBytes, 0> {
         return {};
     }
 };
-using BiasPart = Part<sizeof(BiasElement), plan::kBiasAligned>;
-using MaskPart = Part<1, plan::kMaskAligned>;
+using BiasPart = Part<sizeof(BiasElement), plan::kAlignedBias>;
+using MaskPart = Part<1, plan::kAlignedMask>;
 
 // The tiles of bias and mask that belong to a tile of keys. To be a base, for it may be empty.
 struct Both : BiasPart, MaskPart {
@@ -139,13 +139,13 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
                                               int32 query,
                                               int32 key,
                                               int row_of_tiles) {
-    constexpr bool kReadsBias = plan::kBias && kReads && !kBias;
-    constexpr bool kReadsMask = plan::kMask && kReads && !kMask && kHides;
+    constexpr bool kReadsBias = plan::kBias && kReads && !kCopiesBias;
+    constexpr bool kReadsMask = plan::kMask && kReads && !kCopiesMask && kHides;
     // Without softcap scale and bias are one step.
-    constexpr bool kAdds = kBias && !plan::kSoftcap;
+    constexpr bool kAdds = kCopiesBias && !plan::kSoftcap;
     if constexpr (online::kScored && !kAdds) {
         if (plan::kSoftcap && score.cap > 0.0f) {
-            online::soften<kHides || kMask || kBias>(s, score);
+            online::soften<kHides || kCopiesMask || kCopiesBias>(s, score);
         } else {
             online::for_each(s, [&](float& x) { x = softmax::scaled(score.scale, x); });
         }
@@ -163,8 +163,8 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
         for (int n = 0; n < kKeys8; ++n) {
             hw::Vec<float, 2> two = {};
             uint32 bytes = 0;
-            if constexpr (kBias) two = tiles.bias(row_of_tiles, r, n);
-            if constexpr (kMask) bytes = tiles.mask(row_of_tiles, r, n);
+            if constexpr (kCopiesBias) two = tiles.bias(row_of_tiles, r, n);
+            if constexpr (kCopiesMask) bytes = tiles.mask(row_of_tiles, r, n);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float& x = s[r / 2][n][r % 2 * 2 + i];
@@ -173,9 +173,9 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
                 if constexpr (kHides) {
                     seen = keys.holds(col);
                 }
-                if constexpr (kMask) seen = seen && (bytes & 0xffu << 8 * i) != 0;
+                if constexpr (kCopiesMask) seen = seen && (bytes & 0xffu << 8 * i) != 0;
                 if constexpr (kReadsMask) seen = seen && score.unmasked(row, col);
-                if constexpr (kBias || kReadsBias) {
+                if constexpr (kCopiesBias || kReadsBias) {
                     float added = two.v[i];
                     if constexpr (kReadsBias) added = seen ? score.bias_at(row, col) : 0.0f;
                     x = kAdds ? fmaf(x, score.scale, added) : x + added;

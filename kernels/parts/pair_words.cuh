@@ -52,6 +52,8 @@ class PairWords {
 
   public:
     static constexpr bool kReads = kReadsThem;
+    static constexpr bool kReadsMask = kReads && plan::kMask;
+    static constexpr bool kReadsBias = kReads && plan::kBias;
 
     // Starts to read; the pairs begin at (query, key).
     __device__ __forceinline__ void read(const Scores& score, int32 query, int32 key) {
@@ -86,9 +88,9 @@ class PairWords {
     }
 
     // Whether words serve the tile; the same for all lanes of a warp.
-    __device__ __forceinline__ bool has_mask() const { return kReads && plan::kMask && has_mask_; }
+    __device__ __forceinline__ bool has_mask() const { return kReadsMask && has_mask_; }
     __device__ __forceinline__ BiasWords bias() const {
-        return kReads && plan::kBias ? bias_ : BiasWords::kNone;
+        return kReadsBias ? bias_ : BiasWords::kNone;
     }
 
     // Which columns the mask shows to the lane's row r, as in columns.cuh. All lanes of a warp.
@@ -121,6 +123,6 @@ class PairWords {
     bool has_mask_ = false;
     BiasWords bias_ = BiasWords::kNone;
     Rows bias_rows_;
-    uint32 mask_[kReads && plan::kMask ? kRows : 1][kReads && plan::kMask ? kKeys8 / 2 : 1];
-    Two held_[kReads && plan::kBias ? kRows : 1][kReads && plan::kBias ? kKeys8 : 1];
+    uint32 mask_[kReadsMask ? kRows : 1][kReadsMask ? kKeys8 / 2 : 1];
+    Two held_[kReadsBias ? kRows : 1][kReadsBias ? kKeys8 : 1];
 };
