@@ -288,12 +288,12 @@ class ForwardSm90(KernelPlan):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles; four jobs; a word and five barriers a stage, two a place or job, and two."""
+        """The tiles; four jobs, a word of each warp; a word and five barriers a stage, two a place or job, and two."""
         way = self.dim_v if self.slots > 1 else 2 * _box(16, self.dim_v).columns
         rows = self.tile_q * (self.slots * self.dim + way)
         rows += self.stages * self.tile_kv * (self.dim + self.dim_v)
         job = 80 + 16 * (self.tile_q // 64)
-        rest = 4 * (job + 16) + self.slots * 16 + self.stages * (4 + 40) + 16
+        rest = 4 * (job + 16 + self.tile_q // 4) + self.slots * 16 + self.stages * (4 + 40) + 16
         return _ceil(rows * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:

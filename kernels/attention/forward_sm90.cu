@@ -4,12 +4,12 @@
 //
 // A block stays on its multiprocessor and takes one job after the other: kTileQ queries of a head,
 // 64 of them for each of kGroups warpgroups that compute. The warps of a further warpgroup have a
-// role each: one takes jobs and loads Q, one loads K, one V, and one looks through V.
+// role each: one takes jobs and loads Q, one loads K, one V, and one looks through V where a job is
+// done again.
 //
 //     take     q0        q1                       as soon as a place is free
 //     load         k0 k1     k2 | k0 k1 ..
 //     load         v0 v1     v2 | v0 v1 ..
-//     look           v0 v1     v2 | v0 ..          is V infinite or NaN where something is hidden?
 //     compute        s0  s1 o0   s2 o1 | s0 o2 store  s1 o0 ..
 //
 // The product with V of a tile is started together with the scores of the next tile, also where
@@ -17,6 +17,11 @@
 // computed. With one place for Q a job ends before the next begins. Keys come from the last to the
 // first, so that causal order meets its diagonal first. More than two warpgroups start their
 // products in turns.
+//
+// Where V is infinite or NaN and a row does not see it, 0 * inf spoils its results. Warps find that
+// in the end, write nothing, and the job is done again: then the one who looks searches all tiles
+// that hide something, and the others wait for him. When there is no more work, the taker goes once
+// around the slots, with jobs that are to be done again and pauses between them.
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the taker
@@ -67,11 +72,14 @@ using ValueTile = swizzled::Tile<plan::kTileKv, plan::kDimV>;
 using OutTile = swizzled::Tile<kGroupRows, plan::kDimV>;
 using OutChunk = swizzled::Tile<kGroupRows, OutTile::kChunk>;
 
+// There is no more work; a job; one whose results were spoilt; nothing, but more may come.
+constexpr int32 kEnd = 0, kOnce = 1, kAgain = 2, kPause = 3;
+
 // What a block does: some queries.
 struct Job {
     SeenTiles keys, keys_of_group[kGroups];
     Work work;
-    int32 exists;               // 0: there is no more work
+    int32 kind;
     int32 head_kv, row, batch;  // where boxes begin, of keys
 };
 
@@ -93,6 +101,7 @@ struct Smem {
     ValueTile v[plan::kStages];
     Job jobs[kJobs];
     int32 special[plan::kStages];  // found in V: 1 and the parity of v_cleared to wait for, else 0
+    int32 spoilt[kJobs][kComputingWarps];  // results of a warp
     hw::MBarrier job_full[kJobs], job_empty[kJobs];
     hw::MBarrier q_full[plan::kSlots], q_empty[plan::kSlots];
     hw::MBarrier k_full[plan::kStages], k_empty[plan::kStages];
@@ -113,6 +122,10 @@ __device__ __forceinline__ int thread_of_group() {
 __device__ __forceinline__ SeenTiles seen_tiles(const Scores& score, int32 query, int32 queries) {
     return {score.band.key_tiles(query, queries, plan::kTileKv),
             score.plain_key_tiles(query, queries, plan::kTileKv)};
+}
+
+__device__ __forceinline__ bool hides_any(const SeenTiles& tiles) {
+    return tiles.all.last - tiles.all.first < tiles.any.last - tiles.any.first;
 }
 
 // --- Bringing tiles ------------------------------------------------------------------------------
@@ -160,29 +173,61 @@ __device__ __forceinline__ void note_keys(const Params& p, Job& job) {
     }
 }
 
+// Is the job that was in a slot to be done again? A warp.
+__device__ __forceinline__ bool was_spoilt(Smem& smem, Slots slot) {
+    static_assert(kComputingWarps <= 32, "a lane each");
+    const int lane = fragment::lane();
+    bool spoilt = false;
+    if (lane < kComputingWarps) {
+        int32& mine = smem.spoilt[slot.at()][lane];
+        spoilt = mine != 0;
+        mine = 0;
+    }
+    return __any_sync(0xffffffffu, spoilt);
+}
+
 // Puts one job after the other into the slots, and starts to bring their queries. A warp.
 __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
     const Params& p = maps.call;
     const int64 parts = work_parts<Queries, plan::kTileQ>(p);
     Slots slot;
     int64 index = blockIdx.x;
+    bool exists = false;  // there is a job for the next slot
+    bool hides = false;   // a job that hides something was taken
+    int left = kJobs;     // slots to be gone around in the end
+    Work work = {slack(Queries(), 0, 0), 0, 0};
     for (;; slot.next()) {
-        Work work = {slack(Queries(), 0, 0), 0, 0};
-        bool exists = false;
         while (!exists && index < parts) {
             exists = work_at<Queries, plan::kTileQ>(p, part_at(p, index), work);
             index = draw(p, parts);
         }
         hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
+        Job& job = smem.jobs[slot.at()];
+        int32 kind = kEnd;
+        if (was_spoilt(smem, slot)) {
+            kind = kAgain;
+        } else if (exists) {
+            kind = kOnce;
+        } else if (hides && left > 0) {
+            kind = kPause;
+        }
+        if (!exists) --left;
         if (hw::elect_one()) {
-            Job& job = smem.jobs[slot.at()];
-            job.work = work;
-            job.exists = exists;
-            note_keys(p, job);
+            job.kind = kind;
+            if (kind == kOnce) {
+                job.work = work;
+                note_keys(p, job);
+            } else if (kind != kAgain) {
+                job.keys.any = {0, 0};
+            }
             hw::mbarrier_arrive(smem.job_full[slot.at()]);
         }
         __syncwarp();
-        if (!exists) return;
+        if (kind == kEnd) return;
+        if (kind == kOnce) {
+            exists = false;
+            hides = hides || hides_any(job.keys);
+        }
         const Places place = {slot.count};  // all lanes wait for it, in fewer registers than one
         hw::mbarrier_wait(smem.q_empty[place.at()], place.parity() ^ 1);
         if (hw::elect_one()) bring_queries(maps, smem, slot);
@@ -201,7 +246,7 @@ __device__ __forceinline__ void load_all(Smem& smem,
     for (;; slot.next()) {
         hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
-        if (!job.exists) return;
+        if (job.kind == kEnd) return;
         const int32 first = job.keys.any.first;
 #pragma unroll 1
         for (int32 tile = job.keys.any.last - 1; tile >= first; --tile, stage.next()) {
@@ -214,8 +259,9 @@ __device__ __forceinline__ void load_all(Smem& smem,
     }
 }
 
-// Says of each tile of values that something is hidden from whether it has infinities or NaN. Those
-// it makes 0, once all who compute have added them to their results by themselves. A warp.
+// Says of each tile of values that something is hidden from, of a job that is done again, whether
+// it has infinities or NaN. Those it makes 0, once all who compute have added them to their results
+// by themselves. A warp.
 __device__ __forceinline__ void look_through_values(Smem& smem) {
     Slots slot;
     Stages stage;
@@ -223,13 +269,14 @@ __device__ __forceinline__ void look_through_values(Smem& smem) {
     for (;; slot.next()) {
         hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
-        if (!job.exists) return;
+        if (job.kind == kEnd) return;
+        const bool again = job.kind == kAgain;
         const int32 first = job.keys.any.first;
 #pragma unroll 1
         for (int32 tile = job.keys.any.last - 1; tile >= first; --tile, stage.next()) {
             hw::mbarrier_wait(smem.v_full[stage.at()], stage.parity());
             ValueTile& values = smem.v[stage.at()];
-            const bool found = job.keys.hides(tile) && swizzled::has_special(values);
+            const bool found = again && job.keys.hides(tile) && swizzled::has_special(values);
             if (fragment::lane() == 0) smem.special[stage.at()] = found ? 1 + added.parity() : 0;
             arrive(smem.v_seen[stage.at()]);
             if (found) {
@@ -385,6 +432,18 @@ __device__ __forceinline__ void send(const TmaParams& maps,
     }
 }
 
+// Has 0 * inf spoilt the results of a warp's rows? It does so in a column of all of them, so that
+// one of a lane's rows tells. Rows may also see what is infinite. All lanes.
+__device__ __forceinline__ bool spoilt(const State& state) {
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < kCols8; ++n) {
+        sums[0] += fabsf(state.out[0][n][0]);
+        sums[1] += fabsf(state.out[0][n][1]);
+    }
+    return __any_sync(0xffffffffu, !(sums[0] + sums[1] < softmax::infinity<float>()));
+}
+
 // Starts to write the results of the job in a slot, which is free then.
 __device__ __forceinline__ void store(const TmaParams& maps,
                                       Smem& smem,
@@ -395,7 +454,11 @@ __device__ __forceinline__ void store(const TmaParams& maps,
     const Job& job = smem.jobs[slot.at()];
     const int row = uniform(thread_of_group() / 32 * 16);
     const int32 query = uniform(query_of(job));
-    send(maps, smem.ways[group], state, inverse, job, query, row);
+    if (uniform(job.kind == kOnce && hides_any(job.keys)) && spoilt(state)) {
+        if (fragment::lane() == 0) smem.spoilt[slot.at()][4 * group + row / 16] = 1;
+    } else {
+        send(maps, smem.ways[group], state, inverse, job, query, row);
+    }
     arrive(smem.job_empty[slot.at()]);
 }
 
@@ -568,16 +631,23 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
     for (;; slot.next()) {
         hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
         const Job& job = smem.jobs[slot.at()];
-        const bool exists = uniform(job.exists);
+        const int32 kind = uniform(job.kind);
         const SeenTiles keys = job.keys, own = job.keys_of_group[group];
         int32 tile = uniform(keys.any.last);
-        const bool begins = exists && uniform(own.has(tile - 1));  // with the block's first tile
+        const bool works = kind == kOnce || kind == kAgain;
+        const bool begins = works && uniform(own.has(tile - 1));  // with the block's first tile
         if (kFlat && unfinished && !(state.pending && begins)) {
             finish(maps, smem, state, at, {slot.count - 1});
         }
-        if (!exists) break;
+        if (kind == kEnd) break;
         const Places place = {slot.count};
         hw::mbarrier_wait(smem.q_full[place.at()], place.parity());
+        if (kind == kPause) {
+            arrive(smem.q_empty[place.at()]);
+            arrive(smem.job_empty[slot.at()]);
+            unfinished = false;
+            continue;
+        }
         if (uniform(own.any.first >= own.any.last)) {
             start(p, state, job);
             fragment::clear(state.out);
@@ -594,7 +664,7 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
             bool hides = false;
             if (!plain.holds(tile)) {
                 if (!uniform(own.has(tile))) {
-                    pass(smem, state, at, uniform(keys.hides(tile)));
+                    pass(smem, state, at, kind == kAgain && uniform(keys.hides(tile)));
                     continue;
                 }
                 hides = uniform(own.hides(tile));
@@ -611,7 +681,9 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
                 }
             }
             starts = false;
-            if (uniform(keys.hides(tile))) add_special(p, smem, state, at, job, tile);
+            if (kind == kAgain && uniform(keys.hides(tile))) {
+                add_special(p, smem, state, at, job, tile);
+            }
         }
         arrive(smem.q_empty[place.at()]);  // no product reads these queries any more
         unfinished = true;
@@ -631,6 +703,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         for (int i = 0; i < kJobs; ++i) {
             hw::mbarrier_init(smem.job_full[i], 1);
             hw::mbarrier_init(smem.job_empty[i], kComputingWarps + 3);
+            for (int32& results : smem.spoilt[i]) results = 0;
         }
         for (int i = 0; i < plan::kSlots; ++i) {
             hw::mbarrier_init(smem.q_full[i], 1);
