@@ -217,6 +217,8 @@ __device__ __forceinline__ void put(Tile& tile,
                                     const float (&factors)[2],
                                     int row) {
     const uint32 lane = hw::forget(static_cast<uint32>(fragment::lane()));
+    const Element* const first = tile.piece(row + lane % 16, lane / 16 * 8);
+    const auto start = static_cast<uint32>(first - tile.at);
 #pragma unroll
     for (int n = 0; n < kCount; n += 2) {
         const float (&left)[4] = x[0][kFirst + n];
@@ -225,7 +227,10 @@ __device__ __forceinline__ void put(Tile& tile,
                              hw::pack2<Element>(left[2] * factors[1], left[3] * factors[1]),
                              hw::pack2<Element>(right[0] * factors[0], right[1] * factors[0]),
                              hw::pack2<Element>(right[2] * factors[1], right[3] * factors[1])};
-        hw::stmatrix(tile.piece(row + lane % 16, 8 * n + lane / 16 * 8), r);
+        // The piece 8 n columns further on: as n is even, it changes bits of the first one's number
+        // that lanes do not.
+        const uint32 turned = start ^ (8 * n % Tile::kChunk);
+        hw::stmatrix(&tile.at[turned + 8 * n / Tile::kChunk * (Tile::kChunkBytes / 2)], r);
     }
 }
 
