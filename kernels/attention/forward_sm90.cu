@@ -565,6 +565,12 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     float scales[2];
     const auto complete = [&](bool grows) {
         if (kAdds) {
+            if (!kPlain) {
+                // ptxas would add up the sums after the results of a job are on their way.
+                float sums[2] = {state.rows[0].sum, state.rows[1].sum};
+                hw::pin(sums);
+                state.rows[0].sum = sums[0], state.rows[1].sum = sums[1];
+            }
             end_product(smem, state, v);
             if (starts) store(maps, smem, state, inverse, before, at.group);
         }
