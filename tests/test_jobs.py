@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes  # noqa: F401  names bfloat16
 import numpy as np
 import pytest
 from conftest import Backend
@@ -39,3 +40,29 @@ def test_many_keys_that_no_query_sees(backend: Backend, row: Row) -> None:
             grads = cuflash.attention_backward(of_out, *given, out, lse, window=(0, -1))
         for got, right in zip(grads, want, strict=True):
             np.testing.assert_allclose(backend.host(got).astype(float), right, atol=2e-3)
+
+
+FORWARD = [row for row in ROWS if row.boxes and "apart" not in row.name]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("where", ["first", "last", "all"])
+@pytest.mark.parametrize("row", FORWARD, ids=lambda row: row.name)
+def test_jobs_that_hidden_values_spoil(
+    backend: Backend, row: Row, where: str, blocks: int
+) -> None:
+    """They are done again: among others, and when no others are left."""
+    rng = np.random.default_rng(1)
+    dtype, tile = np.dtype(row.dtype), row.tile[0]
+    length = 2 * tile + 5
+    q, k, v = (
+        rng.standard_normal((2, length, 2, size)).astype("f4").astype(dtype)
+        for size in (row.head_dim, row.head_dim, row.head_dim_v)
+    )
+    places = {"first": (0, 1), "last": (1, length - 1), "all": (slice(None), slice(1, None, tile))}
+    v[places[where]] = np.inf
+    want = reference.attention(q, k, v, causal=True)
+    with using(row.forward, row.backward), schedule(1, blocks):
+        got = backend.host(cuflash.attention(*map(backend.array, (q, k, v)), causal=True))
+    assert np.isinf(want).any() and not np.isnan(want).any()
+    np.testing.assert_allclose(got.astype(float), want, atol=5e-2 if dtype != "f2" else 5e-3)
