@@ -86,6 +86,8 @@ KERNELS = HOPPER_KERNELS | {
 _MODULES = (
     "select",
     "launch",
+    "launch_merge",
+    "context",
     "realign",
     "params",
     "merge",
