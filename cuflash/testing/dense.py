@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..reference_arguments import Options, entries, heads_first, read_dlse
+from ..reference_arguments import DEFAULTS, Options, entries, heads_first, read_dlse
 from .inputs import Inputs, host
 
 __all__ = ["Dense", "count_copies", "dense_calls", "dense_entries", "exactly"]
@@ -39,8 +39,7 @@ def exactly(x: Any) -> np.ndarray:
 def dense_entries(inputs: Inputs) -> list[tuple[slice, slice, Options]]:
     """Return the queries, keys and options of each dense call that a call consists of."""
     i = inputs.moved(exactly)
-    given = {name: x for name, x in i.options.items() if name != "layout"}
-    options = Options(**given)
+    options = Options(**{name: getattr(i, name) for name in DEFAULTS})
     if not i.cu_seqlens:
         return [(slice(None), slice(None), options)]
     q, k, _ = heads_first(i.layout, i.q, i.k, i.v)
