@@ -84,9 +84,10 @@ KERNELS = HOPPER_KERNELS | {
 }
 
 _MODULES = (
-    "plan",
     "select",
     "launch",
+    "launch_merge",
+    "context",
     "realign",
     "params",
     "merge",
@@ -104,6 +105,7 @@ _MODULES = (
     "calls",
     "api",
 )
+_PACKAGES = ("arch", "plan")
 
 
 # --- what the record is about --------------------------------------------------------------------
@@ -119,7 +121,8 @@ def sources(root: Path = ROOT) -> dict[str, str]:
         if path.relative_to(kernels).parts[0] != "host"
     ]
     found += [root / "cuflash" / f"{name}.py" for name in _MODULES]
-    found += (root / "cuflash" / "arch").glob("*.py")
+    for package in _PACKAGES:
+        found += (root / "cuflash" / package).glob("*.py")
     return {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in sorted(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-from . import arrays, launch
+from . import arrays, launch, launch_merge
 from .arrays import View
 from .destinations import Destinations
 from .gradients import Gradients
@@ -89,7 +89,7 @@ def merge(problem: Merge, parts: Parts, out: Any) -> tuple[Any, Any]:
         to = Destinations("outs[0]", first_out, parts)
         result = to.result("out", to_out, first_out.shape, first_out.dtype)
         lse = to.result("lse of out", to_lse, first_lse.shape, first_lse.dtype)
-        launch.merge(problem, parts, result, lse)
+        launch_merge.merge(problem, parts, result, lse)
     return _given(to_out, result), _given(to_lse, lse)
 
 

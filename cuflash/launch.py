@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch: Params, scratch memory and grids, on the current stream of the current GPU.
+"""Launch: Params, scratch memory and grids of attention, on the current stream of the current GPU.
 
 The caller (api.py) makes the arrays' GPU the current one.
 """
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import functools
 import os
 import sys
 import threading
-import time
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from . import arrays, compile, device, host, realign, select
+from . import arrays, compile, context, realign, select
 from .arrays import Form, View
+from .context import Room, captured, current_stream, facts
+from .describe import describe
 from .layout import Layout
-from .merge import Merge, Parts
 from .params import (
     ADDRESSES,
     COPY_ADDRESSES,
@@ -30,35 +27,16 @@ from .params import (
     Operands,
     pack,
     pack_copies,
-    pack_merge,
     tensor_map,
 )
-from .plan import MAPS_AT, TMA_PARAMS_BYTES, Box, KernelPlan, MergeStates, Plan, Realign
-from .problem import FEATURES, Arrays, Problem, Traits
+from .plan import MAPS_AT, TMA_PARAMS_BYTES, Box, KernelPlan, Plan, Realign
+from .problem import Arrays, Problem, Traits
+from .slow import warn_if_slow
 from .tensormap import MAP_BYTES
 
-__all__ = ["backward", "forward", "host_seed", "merge", "selection", "workspace_bytes"]
+__all__ = ["backward", "forward", "selection", "workspace_bytes"]
 
-_MAX_BLOCKS = 2**31 - 1
 _MAX_STREAMS = 64  # whose counters are kept
-
-#: Scratch that a captured graph will use again whenever it is replayed, kept for good.
-_captured: list[Any] = []
-
-_CPU_PATIENCE = 30.0  # seconds
-
-
-def host_seed() -> int:
-    """Return the seed of the CPU back end's schedule: $CUFLASH_HOST_SEED, 0 is first in first out.
-
-    Results do not depend on it, unless a kernel lacks a barrier; tests vary it for that reason.
-    """
-    text = os.environ.get("CUFLASH_HOST_SEED") or "0"
-    if not text.isascii() or not text.isdigit() or int(text) >= 2**64:
-        raise ValueError(
-            f"CUFLASH_HOST_SEED: expected an integer from 0 to 2**64 - 1, got {text!r}"
-        )
-    return int(text)
 
 
 def forward(problem: Problem, inputs: Arrays, out: View, lse: View | None) -> None:
@@ -125,7 +103,7 @@ class _Words(NamedTuple):
     addresses: tuple[tuple[int, str], ...]  # the word, and which operand it points to
     scratch: tuple[tuple[int, int], ...]  # the word, and where in the workspace it points
 
-    def write(self, room: _Params, operands: Mapping[str, View], start: int) -> None:
+    def write(self, room: Room, operands: Mapping[str, View], start: int) -> None:
         """Write the struct of a call whose workspace begins at `start`."""
         words = room.words
         room.view[:] = self.params
@@ -185,9 +163,10 @@ def _recipe(
     offsets, size = _scratch([*(plan.scratch(problem) for plan, _ in steps), sizes])
     room = bytearray(TMA_PARAMS_BYTES)
     pack(room, problem, layout, Operands(**{**offsets, **used}))  # type: ignore[arg-type]
-    facts = _facts(index)
+    where = facts(index)
     blocks = [
-        min(plan.parts(problem), facts.sms if plan.persistent else _MAX_BLOCKS) for plan, _ in steps
+        min(plan.parts(problem), where.sms if plan.persistent else context.MAX_BLOCKS)
+        for plan, _ in steps
     ]
     # Kernels of a call share their maps.
     loads = {load: None for plan, _ in steps for load in enumerate(plan.boxes().items())}
@@ -238,7 +217,9 @@ def _copies(
         scratch.append((place, offsets[name]))
     parts = pack_copies(room, plan, pairs, layout)
     struct = _Words(bytes(room), tuple(addresses), tuple(scratch))
-    return _Copies(compile.kernel(plan, _facts(index), index), min(parts, _MAX_BLOCKS), struct)
+    return _Copies(
+        compile.kernel(plan, facts(index), index), min(parts, context.MAX_BLOCKS), struct
+    )
 
 
 def _encoder(
@@ -261,7 +242,7 @@ class _Tickets(threading.local):
         """Return the address of the counter of a stream of the current GPU."""
         if stream.is_capturing():  # a graph may run beside anything
             counter = sys.modules["cupy"].zeros(1, np.uint64)
-            _captured.append(counter)
+            captured.append(counter)
             return counter.data.ptr
         key = index, stream.ptr
         counter = self._of.get(key)
@@ -275,30 +256,7 @@ class _Tickets(threading.local):
 _tickets = _Tickets()
 
 
-class _Params(threading.local):
-    """Room for the bytes of Params, and what a launch takes: a list of the parameters' addresses.
-
-    The driver copies the parameters when a kernel is launched, so one room a thread is enough.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.bytes = ctypes.create_string_buffer(size)
-        self.view = memoryview(self.bytes).cast("B")
-        self.words = self.view.cast("Q")
-        self._list = (ctypes.c_void_p * 1)(ctypes.addressof(self.bytes))
-        self.list = ctypes.addressof(self._list)
-
-    def given(self, on_cpu: bool) -> Any:
-        """Return what a launch takes."""
-        return self.bytes.raw if on_cpu else self.list
-
-
-_params, _merge_params = _Params(TMA_PARAMS_BYTES), _Params(MergeStates.params_bytes)
-_copy_params = _Params(Realign.params_bytes)
-
-
-def _stream() -> Any:
-    return sys.modules["cupy"].cuda.get_current_stream()
+_params, _copy_params = Room(TMA_PARAMS_BYTES), Room(Realign.params_bytes)
 
 
 def _options(problem: Problem, i: Arrays) -> dict[str, View]:
@@ -362,14 +320,14 @@ def _run(
             options[name] = _on_device(options[name])
     operands = _operands(i, results, options)
     recipe = _recipe_of(direction, problem, i, results, operands)
-    stream = None if i.device is None else _stream()
+    stream = None if i.device is None else current_stream()
     owner, start, size = workspace, 0, recipe.scratch_bytes
     if workspace is not None:
         start = workspace.address
     elif size:
         start, owner = arrays.scratch(i.q, size)
         if stream is not None and stream.is_capturing():
-            _captured.append(owner)
+            captured.append(owner)
     room = _params
     words = room.words
     recipe.words.write(room, operands, start)
@@ -384,7 +342,7 @@ def _run(
         else:
             words[ADDRESSES["tickets"]] = _tickets.of(i.device, stream)
     if stream is None:
-        _warn_if_slow(direction, problem, inputs)
+        warn_if_slow(direction, problem, inputs)
         buffers = [(name, *arrays.extent(x), name in results) for name, x in operands.items()]
         if workspace is not None:
             buffers.append(("workspace", *arrays.extent(workspace), True))
@@ -393,7 +351,7 @@ def _run(
         if counter is not None:
             at = counter.ctypes.data
             buffers.append(("tickets", at, at + counter.nbytes, True))
-        rest: tuple[Any, ...] = buffers, host_seed()
+        rest: tuple[Any, ...] = buffers, context.host_seed()
     else:
         rest = (stream.ptr,)
     if recipe.before:
@@ -418,60 +376,17 @@ def forget() -> None:
     _steps.cache_clear()
 
 
-def merge(problem: Merge, parts: Parts, out: View, lse: View) -> None:
-    """Fill `out` and `lse` with what the parts are together."""
-    plan, kernel = _merge_kernel(problem.dtype.name, parts.device)
-    firsts = range(0, len(parts.outs), plan.max_parts)
-    states, sums, size, owner = 0, 0, 0, None
-    if len(firsts) > 1:
-        states_bytes, sums_bytes = plan.scratch_bytes(problem)
-        size = states_bytes + sums_bytes
-        states, owner = arrays.scratch(out, size)
-        sums = states + states_bytes
-        if parts.device is not None and _stream().is_capturing():
-            _captured.append(owner)
-    buffers = []
-    if parts.device is None:
-        for name, views in (("outs", parts.outs), ("lses", parts.lses)):
-            buffers += [(f"{name}[{n}]", *arrays.extent(x), False) for n, x in enumerate(views)]
-        buffers += [(name, *arrays.extent(x), True) for name, x in (("out", out), ("lse", lse))]
-        if size:
-            buffers.append(("workspace", states, states + size, True))
-    room = _merge_params
-    for scan in (True, False) if size else (False,):
-        blocks = min(plan.parts(problem, scan), _MAX_BLOCKS)
-        for first in firsts if blocks else ():
-            to, scratch = (out, lse), (states, sums)
-            pack_merge(room.bytes, plan, problem, parts, to, scratch, first, scan)
-            if parts.device is None:
-                kernel.launch(blocks, room.bytes.raw, buffers, host_seed())
-            else:
-                kernel.launch(blocks, room.list, _stream().ptr)
-    del owner  # not before here: its memory may be given away
-
-
-@functools.cache
-def _merge_kernel(dtype: str, index: int | None) -> tuple[MergeStates, Any]:
-    """Return the plan of a merge with its kernel, ready to launch on one device."""
-    plan = MergeStates(dtype)
-    return plan, compile.kernel(plan, _facts(index), index)
-
-
-def _facts(index: int | None) -> device.Device:
-    return device.CPU if index is None else device.gpu(index)
-
-
 def _on_device(x: View) -> View:
     if x.device is not None:
         return x
     copy, kept = arrays.upload(x)
     if kept is not None:
-        _captured.append(kept)
+        captured.append(kept)
     return copy
 
 
 def _plan(direction: Literal["forward", "backward"], traits: Traits, index: int | None) -> Plan:
-    return select.choose(direction, traits, _facts(index))
+    return select.choose(direction, traits, facts(index))
 
 
 @functools.cache
@@ -479,59 +394,8 @@ def _steps(
     direction: Literal["forward", "backward"], traits: Traits, index: int | None
 ) -> tuple[tuple[KernelPlan, Any], ...]:
     """Return the plans of a call with their kernels, ready to launch on one device."""
-    facts = _facts(index)
+    where = facts(index)
     plan = _plan(direction, traits, index)
     if os.environ.get("CUFLASH_DEBUG"):
-        print(_describe(direction, traits, facts, plan), file=sys.stderr)
-    return tuple((kernel, compile.kernel(kernel, facts, index)) for kernel in plan)
-
-
-def _describe(direction: str, traits: Traits, facts: device.Device, plan: Plan) -> str:
-    """Return what CUFLASH_DEBUG prints of a plan: a line, and one for each kernel."""
-    t = traits
-    options = " ".join(t.features) or "none"
-    lines = [
-        f"cuflash: {direction} on {facts.name}: {t.dtype}, head sizes {t.head_dim} and "
-        f"{t.head_dim_v}, options {options}, rows moved by {t.aligned or t.dtype.itemsize} bytes"
-        f"{' or TMA' if t.boxes else ''}"
-    ]
-    for kernel in plan:
-        fields = dataclasses.asdict(kernel)
-        flags = " ".join(name for name in FEATURES if fields.get(name))
-        sizes = ", ".join(f"{x} {y}" for x, y in fields.items() if type(y) is int)
-        lines.append(
-            f"cuflash:   {kernel.kernel} ({kernel.family}): {kernel.threads} threads, "
-            f"{kernel.smem_bytes} bytes of shared memory; {sizes and sizes + '; '}"
-            f"code for {flags or 'no options'}"
-        )
-    return "\n".join(lines)
-
-
-_warned = False
-
-
-def _warn_if_slow(direction: str, problem: Problem, inputs: Arrays) -> None:
-    """Say once how long a large call takes on the CPU back end."""
-    global _warned
-    if _warned:
-        return
-    p = problem
-    products = 7 if direction == "backward" else 2
-    keys = min(p.seqlen_kv, p.window_left + p.window_right + 1)  # that a query sees, at most
-    pairs = p.rows * keys
-    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_kv is not None:
-        lengths = (np.diff(x.array) for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_kv))
-        seen = sum(int(a) * min(int(b), keys) for a, b in zip(*lengths, strict=True))
-        pairs = min(pairs, p.heads_q * seen)
-    rate = 2e9 if "clang" in host.find_compiler().version else 4e8  # multiply-adds in a second
-    seconds = pairs * products * max(p.head_dim, p.head_dim_v) / rate
-    if seconds > _CPU_PATIENCE:
-        _warned = True
-        until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
-        warnings.warn(
-            f"cuflash: this {direction} on NumPy arrays will take about {seconds:.0f} seconds "
-            f"(until {until}): the CPU back end verifies kernels and is not fast. "
-            "Use CuPy arrays for speed",
-            RuntimeWarning,
-            stacklevel=6,  # where the public function was called
-        )
+        print(describe(direction, traits, where, plan), file=sys.stderr)
+    return tuple((kernel, compile.kernel(kernel, where, index)) for kernel in plan)

@@ -4,12 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Options", "as_given", "entries", "float64", "heads_first", "of_entry", "read_dlse"]
+__all__ = [
+    "ARRAYS",
+    "DEFAULTS",
+    "Options",
+    "as_given",
+    "entries",
+    "float64",
+    "heads_first",
+    "of_entry",
+    "read_dlse",
+]
+
+#: The options that are arrays.
+ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 
 
 def heads_first(layout: str, *arrays: Any, packed: bool = False) -> list[np.ndarray]:
@@ -61,10 +74,9 @@ class Options:
     first: int = 0  # index of the first batch entry, for dropout
 
     def __post_init__(self) -> None:
-        for name in ("bias", "alibi_slopes", "sinks"):
-            x = getattr(self, name)
-            setattr(self, name, None if x is None else float64(x))
-        self.mask = None if self.mask is None else _host(self.mask)
+        for name in ARRAYS:
+            if (x := getattr(self, name)) is not None:
+                setattr(self, name, _host(x) if name == "mask" else float64(x))
         if self.mask is not None and self.mask.dtype != bool:
             raise TypeError(f"mask: expected bool, got {self.mask.dtype}")
         if not 0 <= self.softcap < np.inf:
@@ -89,6 +101,10 @@ class Options:
             raise ValueError(f"alibi_slopes: expected (Hq,) or (batch, Hq), got {slopes.shape}")
         if sinks is not None and sinks.shape != (heads,):
             raise ValueError(f"sinks: expected (Hq,), got {sinks.shape}")
+
+
+#: What a caller may give of these, with the values that stand for nothing.
+DEFAULTS = {field.name: field.default for field in fields(Options) if field.name != "first"}
 
 
 def entries(

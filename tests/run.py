@@ -14,7 +14,7 @@ from unittest import mock
 from check import Inputs
 
 import cuflash
-from cuflash import device, host, launch, realign, select
+from cuflash import context, device, host, launch, realign, select
 from cuflash.plan import KernelPlan, Plan
 from cuflash.problem import Traits
 
@@ -82,8 +82,8 @@ def schedule(seed: int, blocks: int = 0) -> Iterator[None]:
     run = functools.partialmethod(host.HostKernel.launch, resident=blocks)
     launch._recipe.cache_clear()
     with (
-        mock.patch.object(launch, "host_seed", lambda: seed),
-        mock.patch.object(launch, "_MAX_BLOCKS", blocks or launch._MAX_BLOCKS),
+        mock.patch.object(context, "host_seed", lambda: seed),
+        mock.patch.object(context, "MAX_BLOCKS", blocks or context.MAX_BLOCKS),
         mock.patch.object(host.HostKernel, "launch", run),
     ):
         try:

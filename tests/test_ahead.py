@@ -187,7 +187,7 @@ def needed(
     gradients = {name: x for name, x in gradients.items() if x is not None}
     with (
         mock.patch.object(compile, "kernel", kernel),
-        mock.patch.object(launch, "_facts", lambda index: SM90),
+        mock.patch.object(launch, "facts", lambda index: SM90),
     ):
         for direction, i, results in (
             ("forward", inputs, {"out": both.out, "lse": both.lse}),

@@ -26,7 +26,7 @@ from conftest import Backend
 from run import both, stepping, workspace_bytes
 
 import cuflash
-from cuflash import compile, launch
+from cuflash import compile, launch, slow
 from cuflash.plan import Delta
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -1070,7 +1070,7 @@ def test_a_slow_call_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _slow_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_warned", False)
+    monkeypatch.setattr(slow, "_warned", False)
     small = np.zeros((1, 100, 1, 64), "f4")
     huge = np.broadcast_to(small[:, :1], (1, 2**20, 1, 64))
     with warnings.catch_warnings():
@@ -1084,15 +1084,15 @@ def _slow_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(caught) == 1 and caught[0].filename == __file__
 
     # Many short entries are quick, however many rows there are.
-    monkeypatch.setattr(launch, "_warned", False)
+    monkeypatch.setattr(slow, "_warned", False)
     offsets = np.arange(0, 2**20 + 1, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cuflash.attention_varlen(huge[0], huge[0], huge[0], offsets, offsets)
-    monkeypatch.setattr(launch, "_warned", True)
+    monkeypatch.setattr(slow, "_warned", True)
 
     vjp = cuflash.attention_vjp(huge[:, :200], huge, huge)[1]
-    monkeypatch.setattr(launch, "_warned", False)
+    monkeypatch.setattr(slow, "_warned", False)
     with pytest.warns(RuntimeWarning, match="this backward on NumPy arrays") as caught:
         vjp(huge[:, :200], out=(None, None, None))
     assert len(caught) == 1 and caught[0].filename == __file__

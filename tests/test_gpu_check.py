@@ -22,7 +22,12 @@ sys.path.insert(0, str(ROOT))
 from bench import baselines, gpu_check, host_time, jobs, memory, pytest_report  # noqa: E402
 from cuflash import reference  # noqa: E402
 
-SOURCES = ("kernels/attention/a.cu", "kernels/parts/b.cuh", "cuflash/arch/simt.py")
+SOURCES = (
+    "kernels/attention/a.cu",
+    "kernels/parts/b.cuh",
+    "cuflash/arch/simt.py",
+    "cuflash/plan/base.py",
+)
 OTHERS = (
     "kernels/README.md",
     "kernels/host/cuda.h",
@@ -47,7 +52,7 @@ def digest(root: Path) -> str:
     return gpu_check.digest_of(gpu_check.sources(root))
 
 
-@pytest.mark.parametrize("name", [*SOURCES, "cuflash/plan.py", "cuflash/api.py"])
+@pytest.mark.parametrize("name", [*SOURCES, "cuflash/launch.py", "cuflash/api.py"])
 def test_an_edit_of_what_runs_changes_the_digest(tree: Path, name: str) -> None:
     before = digest(tree)
     (tree / name).write_text("edited")
@@ -69,6 +74,7 @@ def test_the_digest_covers_the_kernels_of_this_checkout() -> None:
     names = set(gpu_check.sources())
     assert "kernels/attention/forward_simt.cu" in names
     assert {f"cuflash/{name}.py" for name in gpu_check._MODULES} <= names
+    assert {"cuflash/arch/sm90.py", "cuflash/plan/base.py", "cuflash/plan/sm90.py"} <= names
     assert not any("/host/" in name for name in names)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import ml_dtypes  # noqa: F401  names bfloat16
+import ml_dtypes  # noqa: F401  (gives NumPy its bfloat16)
 import numpy as np
 import pytest
 from conftest import Backend

@@ -26,6 +26,10 @@ ORDER = [
     "ahead",
     "calls",
     "launch",
+    "launch_merge",
+    "context",
+    "describe",
+    "slow",
     "realign",
     "params",
     "compile",
@@ -39,9 +43,12 @@ LEAVES |= {"host", "reference_arguments", "tensormap", "environment"}
 AMONG_LEAVES = {("reference", leaf) for leaf in ("gradients", "dropout", "reference_arguments")}
 AMONG_LEAVES |= {(leaf, "environment") for leaf in ("arrays", "device")}
 
+#: The same within the package plan.
+ORDER_OF_PLANS = ["__init__", "simt", "sm90", "mma", "small", "base"]
 
-def imports(path: Path) -> set[str]:
-    """The modules of the package that one of its modules imports, at any place in it."""
+
+def imports(path: Path, within: str = "cuflash") -> set[str]:
+    """The modules of a package that a module of it imports, at any place in the module."""
     package = path.relative_to(ROOT).parent.parts
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -53,7 +60,8 @@ def imports(path: Path) -> set[str]:
             names = [f"{start}.{alias.name}" for alias in node.names]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("cuflash.")}
+        start = f"{within}."
+        found |= {name[len(start) :].split(".")[0] for name in names if name.startswith(start)}
     return found
 
 
@@ -75,9 +83,16 @@ def test_imports_point_down(path: Path) -> None:
         allowed = {other for leaf, other in AMONG_LEAVES if leaf == me}
     else:
         allowed = {*ORDER[ORDER.index(me) + 1 :], *LEAVES}
-    if me in ("arch", "testing"):  # packages
+    if me in ("arch", "plan", "testing"):  # packages
         allowed.add(me)
     assert imports(path) <= allowed
+
+
+def test_imports_within_plan_point_down() -> None:
+    paths = {path.stem: path for path in (PACKAGE / "plan").glob("*.py")}
+    assert paths.keys() == {*ORDER_OF_PLANS}
+    for i, name in enumerate(ORDER_OF_PLANS):
+        assert imports(paths[name], "cuflash.plan") <= {*ORDER_OF_PLANS[i + 1 :]}, name
 
 
 def sources(*folders: str) -> list[Path]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from cuflash import testing
 from cuflash.options import read_options
 from cuflash.packed import read_packed
 from cuflash.problem import Problem, read
+from cuflash.reference_arguments import DEFAULTS, Options
 
 ROOT = Path(__file__).parent.parent
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -134,6 +136,25 @@ CALL = testing.Case(
     "float32", None, 1, 2, 7, 9, 16, 16, True, (-1, -1), None, "bshd", ("contiguous",) * 4,
     "normal", False, 0, 0, ("sinks",),
 )  # fmt: skip
+
+
+def test_a_call_has_the_options_of_the_reference() -> None:
+    ours = {field.name: field for field in dataclasses.fields(testing.Inputs)}
+    theirs = {field.name: field for field in dataclasses.fields(Options)}
+    assert theirs.keys() - ours.keys() == {"first"}
+    call = {*("q", "k", "v", "dout", "dlse"), *("layout", "cu_seqlens_q", "cu_seqlens_k")}
+    assert ours.keys() - theirs.keys() == call
+    for name, default in DEFAULTS.items():
+        assert (ours[name].default, ours[name].type) == (default, theirs[name].type), name
+
+
+def test_a_call_names_the_options_it_uses() -> None:
+    x = np.zeros((3, 2, 8), np.float32)
+    plain = {"scale": None, "causal": False, "window": (-1, -1), "layout": "bshd"}
+    assert testing.Inputs(x, x, x, x).options == plain
+    used = {"softcap": 2.0, "bias": x, "mask": x, "sinks": x, "dropout_p": 0.5, "seed": 0}
+    options = testing.Inputs(x, x, x, alibi_slopes=x, **used).options
+    assert options == plain | used | {"alibi_slopes": x}
 
 
 def test_a_case_makes_the_same_arrays_again() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..reference_arguments import ARRAYS, DEFAULTS
+
 __all__ = ["Inputs", "host"]
 
 
@@ -53,11 +55,13 @@ class Inputs:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that both passes take; of those from softcap on, the given ones."""
-        names = ["scale", "causal", "window", "layout"]
-        names += [name for name in ("softcap", "dropout_p") if getattr(self, name)]
-        others = ("bias", "mask", "alibi_slopes", "sinks", "seed")
-        names += [name for name in others if getattr(self, name) is not None]
-        return {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in ("scale", "causal", "window", "layout")}
+        for name, default in DEFAULTS.items():
+            x = getattr(self, name)
+            is_used = x is not None if default is None else bool(x)
+            if is_used:
+                found[name] = x
+        return found
 
     @property
     def cu_seqlens(self) -> tuple[Any, ...]:
@@ -74,8 +78,7 @@ class Inputs:
 
         ``inputs.moved(cupy.asarray)`` is the call on a GPU.
         """
-        names = ("q", "k", "v", "dout", "dlse", "bias", "mask", "alibi_slopes", "sinks")
-        names += ("cu_seqlens_q", "cu_seqlens_k")
+        names = ("q", "k", "v", "dout", "dlse", *ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: move(x) for name, x in given.items()})
 
