@@ -329,17 +329,21 @@ def kernels(plans: Sequence[UnitPlan], device: Device, index: int | None) -> tup
     if any((plan, index) not in _kernels for plan in plans):
         with _lock:
             missing = [plan for plan in dict.fromkeys(plans) if (plan, index) not in _kernels]
-            for plan, path in zip(missing, _paths(missing, device), strict=True):
-                made = CpuKernel(plan) if device.is_cpu else GpuKernel(plan, path, device)
+            for plan, made in zip(missing, _make(missing, device), strict=True):
                 _kernels[plan, index] = made
     return tuple(_kernels[plan, index] for plan in plans)
 
 
-def _paths(plans: Sequence[UnitPlan], device: Device) -> list[Path]:
+def _make(plans: Sequence[UnitPlan], device: Device) -> list[Any]:
     if not device.is_cpu:
-        return all_cached([_cubin(plan, device) for plan in plans])
-    races = host_races()
-    return all_cached([_executor(), *(_host_library(plan, races) for plan in plans)])[1:]
+        paths = all_cached([_cubin(plan, device) for plan in plans])
+        return [GpuKernel(plan, path, device) for plan, path in zip(plans, paths, strict=True)]
+    files = [_host_library(plan, host_races()) for plan in plans]
+    if not _runtime.cache_info().currsize:
+        files.append(_executor())
+    if len(files) > 1:
+        all_cached(files)  # where CpuKernel finds them
+    return [CpuKernel(plan) for plan in plans]
 
 
 def kernel(plan: UnitPlan, device: Device, index: int | None) -> Any:

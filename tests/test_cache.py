@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -547,10 +548,31 @@ def test_kernels_of_a_call_are_compiled_at_the_same_time(
 
 def test_threads_change_no_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_processors", lambda: 4)
+    monkeypatch.setattr(compile, "GpuKernel", lambda plan, path, where: (plan, path))
     plans = [Delta(dtype) for dtype in DTYPES]
-    for plan, path in zip(plans, compile._paths(plans, SM90), strict=True):
+    for plan, path in compile.kernels(plans, SM90, 0):
         text = compile.translation_unit(plan, cpu=False)
         assert content(path) == compile.compile_cubin(text, plan, SM90)[0]
+
+
+def test_libraries_of_a_call_are_compiled_at_the_same_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three kernels and the executor."""
+    host.find_compiler()  # which compiles too
+    monkeypatch.setattr(cache, "_processors", lambda: 4)
+    barrier, compile_library = threading.Barrier(4), host.compile_library
+
+    def meet(*given: Any, **named: Any) -> None:
+        barrier.wait(timeout=60)
+        compile_library(*given, **named)
+
+    monkeypatch.setattr(host, "compile_library", meet)
+    x = np.ones((5, 2, 8), "f4")
+    out, lse = x, np.zeros((2, 5), "f4")
+    dq, dk, dv = cuflash.attention_backward(x, x, x, x, out, lse)
+    assert np.isfinite(dq).all() and np.isfinite(dk).all() and np.isfinite(dv).all()
+    assert len(list(folder.iterdir())) == 4
 
 
 def test_an_architecture_that_nvrtc_does_not_know() -> None:
