@@ -7,7 +7,7 @@ import argparse
 import importlib.metadata
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench import cases, data, harness, host_time, machine, memory, published, startup
@@ -20,9 +20,8 @@ from bench.timing import TIMERS, Pace
 Row = dict[str, Any]
 
 #: What is measured besides the speed of cases, by name.
-OTHERS: dict[str, Callable[[], list[Row]]] = {
+OTHERS: dict[str, Callable[[], Iterable[Row]]] = {
     "host": lambda: host_time.measured(1000),
-    "startup": startup.rows,
     "memory": memory.rows,
 }
 DIRECTIONS = {"forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"]}
@@ -31,7 +30,7 @@ DEFAULT_PEERS = ",".join(name for name in PEERS if name != OURS)
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    names = ", ".join([*cases.groups(), *OTHERS])
+    names = ", ".join([*cases.groups(), *OTHERS, "startup"])
     found.add_argument(
         "names",
         nargs="*",
@@ -77,7 +76,8 @@ def listing() -> list[str]:
         words = (["causal"] if case.causal else []) + case.options()
         more = ", ".join([sizes, *words])
         lines.append(f"{case.name:26}{more}  [{' '.join(case.groups)}]")
-    lines.append("also: " + ", ".join(OTHERS) + "; peers: " + ", ".join(PEERS))
+    lines += [case.name for case in startup.CASES]
+    lines.append("also: " + ", ".join([*OTHERS, "startup"]) + "; peers: " + ", ".join(PEERS))
     return lines
 
 
@@ -171,11 +171,13 @@ def main(
         print("\n".join(listing()))
         return 0
     others = [name for name in given.names if name in OTHERS]
-    patterns = [name for name in given.names if name not in OTHERS]
+    first = [x for x in given.names if x == "startup" or x.startswith(startup.PREFIX)]
+    patterns = [name for name in given.names if name not in (*others, *first)]
     names = [name for name in given.peers.split(",") if name and name != "none"]
     dtypes = given.dtype.split(",")
     try:
         wanted = cases.select(patterns) if patterns else []
+        first_calls = startup.select(first)
     except ValueError as error:
         parse.error(str(error))
     for kind, words, known in (("peers", names, peers), ("dtype", dtypes, data.ITEMSIZE)):
@@ -221,6 +223,8 @@ def main(
     for name in others:
         for row in OTHERS[name]():
             keep(row)
+    for row in startup.rows(first_calls, given.seconds):
+        keep(row)
     if given.published:
         for text in ["", *published.compare(found, gpu.name)]:
             table.say(text)

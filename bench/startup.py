@@ -5,27 +5,34 @@ Each process is started anew, imports CuPy and cuflash, copies small arrays to t
 for the results of a first forward, a first backward, and one more of each. `forward_s` and
 `backward_s` are the first calls: with an empty cache they compile the kernels of one plan each.
 `total_s` is what a user waits for the first forward, from the start of the process, Python's own
-start included. ``python -m bench startup`` runs all of it; `slow` names what is beyond `LIMITS`.
+start included; `slow` names what is beyond `LIMITS`.
+
+``python -m bench startup`` runs all of it, and ``python -m bench 'startup:bfloat16-128*'`` what a
+pattern names, one process after the other. Rows come as they are measured. When the time that
+``--seconds`` gives is over, no further case begins, and each that is left gets a row of kind
+"skipped"; one that fails, or takes longer than `TIMEOUT` seconds, gets one of kind "failed".
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bench.machine import ROOT
 
-__all__ = ["CASES", "LIMITS", "Case", "rows"]
+__all__ = ["CASES", "LIMITS", "PREFIX", "Case", "rows", "select"]
 
 #: Seconds that a first call may take, by what the cache holds.
 LIMITS = {"empty": 2.0, "warm": 0.1}
-TIMEOUT = 120
+TIMEOUT = 60  # for a process
+PREFIX = "startup:"  # of the names of cases on the command line
 _LENGTH = 256  # so that arrays of odd head sizes are copied first
 
 ALL = ("softcap", "bias", "mask", "alibi_slopes", "sinks", "dropout_p", "packed")
@@ -37,6 +44,12 @@ class Case(NamedTuple):
     dtype: str
     head_dim: int
     options: tuple[str, ...] = ()  # as precompile takes them
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line."""
+        options = ("all",) if self.options == ALL else self.options
+        return PREFIX + "-".join([self.dtype, str(self.head_dim), *options])
 
 
 CASES = (
@@ -121,27 +134,62 @@ def run_child(case: Case, environment: dict[str, str]) -> dict[str, Any]:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(done.stderr[-500:])
+        raise RuntimeError((done.stderr.strip().splitlines() or ["it said nothing"])[-1][:500])
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rows(run: Child = run_child) -> list[dict[str, Any]]:
-    """Measure each case with both caches."""
-    found = []
-    for case in CASES:
+def select(patterns: Sequence[str]) -> list[Case]:
+    """Return the cases that patterns name, in the order of the table; "startup" names all.
+
+    Raises
+    ------
+    ValueError
+        A pattern names nothing.
+    """
+    wanted: set[Case] = set()
+    for pattern in patterns:
+        every = pattern + ":" == PREFIX
+        found = {one for one in CASES if every or fnmatch.fnmatchcase(one.name, pattern)}
+        if not found:
+            known = ", ".join(case.name for case in CASES)
+            raise ValueError(f"no first call is called {pattern!r}; there are {known}")
+        wanted |= found
+    return [case for case in CASES if case in wanted]
+
+
+def rows(
+    chosen: Sequence[Case], seconds: float, run: Child = run_child
+) -> Iterator[dict[str, Any]]:
+    """Yield what is measured of cases with both caches, and begin none after so many seconds."""
+    end = time.monotonic() + seconds
+    for case in chosen:
+        about = {"case": case.name, "dtype": case.dtype}
+        unmeasured = {**about, "direction": "both", "variant": "-"}
+        if time.monotonic() >= end:
+            yield {"kind": "skipped", **unmeasured, "reason": f"{seconds:g} seconds are over"}
+            continue
+        about |= {"head_dim": case.head_dim}
+        about |= {"options": "all" if case.options == ALL else " ".join(case.options)}
         with tempfile.TemporaryDirectory() as folder:
             os.chmod(folder, 0o700)
-            for cache, limit in LIMITS.items():
-                begin = time.time()
-                seconds = run(case, {"CUFLASH_CACHE_DIR": folder})
-                total = seconds.pop("at") - begin
-                row = {name: round(value, 3) for name, value in seconds.items()}
-                slow = [way for way in ("forward", "backward") if seconds[f"{way}_s"] > limit]
-                about = {"dtype": case.dtype, "head_dim": case.head_dim, "cache": cache}
-                about["options"] = "all" if case.options == ALL else " ".join(case.options)
-                about["slow"] = " ".join(slow)
-                found.append({"kind": "startup", **about, "total_s": round(total, 3), **row})
-    return found
+            for cache in LIMITS:
+                try:
+                    found = _measured(case, cache, {"CUFLASH_CACHE_DIR": folder}, run)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    reason = str(error)
+                    yield {"kind": "failed", **unmeasured, "variant": cache, "reason": reason}
+                    break  # the cache is not full
+                yield {"kind": "startup", **about, "cache": cache, **found}
+
+
+def _measured(case: Case, cache: str, environment: dict[str, str], run: Child) -> dict[str, Any]:
+    begin = time.time()
+    found = run(case, environment)
+    total = found.pop("at") - begin
+    limit = LIMITS[cache]
+    slow = [way for way in ("forward", "backward") if found[f"{way}_s"] > limit]
+    rounded = {name: round(value, 3) for name, value in found.items()}
+    return {"slow": " ".join(slow), "total_s": round(total, 3), **rounded}
 
 
 if __name__ == "__main__":

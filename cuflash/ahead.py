@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -170,13 +169,12 @@ def _compile(plans: list[UnitPlan], where: Device) -> list[Compiled]:
             )
         return Compiled(name, where.name, path, seconds, path not in cache.made[before:])
 
+    cache.folder()  # before threads ask for it
     if not where.is_cpu:
-        return [one(plan) for plan in plans]  # NVRTC compiles one at a time
-    from concurrent.futures import ThreadPoolExecutor
-
+        compile.nvrtc_version()  # loads it, which CuPy must not do in several threads
+        return cache.at_once(one, plans)
     host.find_compiler()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler is a process of its own
-        return list(pool.map(one, [None, *plans]))
+    return cache.at_once(one, [None, *plans])
 
 
 def _plans(

@@ -21,10 +21,24 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["cached", "clear", "contents", "folder", "made", "problem", "wanted"]
+__all__ = [
+    "all_cached",
+    "at_once",
+    "cached",
+    "clear",
+    "contents",
+    "folder",
+    "made",
+    "problem",
+    "wanted",
+]
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 #: The files that this process has made, in order.
 made: list[Path] = []
@@ -143,14 +157,19 @@ def _seal(path: Path) -> None:
     path.chmod(0o700)  # compilers leave it to the umask
 
 
+def _find(name: str) -> Path | None:
+    place = _readable(wanted())
+    return place / name if place is not None and _is_whole(place / name) else None
+
+
 def cached(name: str, build: Callable[[Path], None]) -> Path:
     """Return the file `name`, made by ``build(path)`` if no folder holds it whole.
 
     `name` carries a digest of all that decides the contents. A read-only cache is read.
     """
-    place = _readable(wanted())
-    if place is not None and _is_whole(place / name):
-        return place / name
+    found = _find(name)
+    if found is not None:
+        return found
     path = folder() / name
     if not _is_whole(path):
         handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
@@ -164,6 +183,32 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
             Path(temporary).unlink(missing_ok=True)
             raise
     return path
+
+
+def all_cached(files: Sequence[tuple[str, Callable[[Path], None]]]) -> list[Path]:
+    """Return what `cached` does of several files; those that are missing are made at once."""
+    found = [_find(name) for name, _ in files]
+    missing = [file for file, path in zip(files, found, strict=True) if path is None]
+    if len(missing) > 1:
+        folder()  # here, so that its warnings come once
+        made = at_once(lambda file: cached(*file), missing)
+    else:
+        made = [cached(*file) for file in missing]
+    rest = iter(made)
+    return [path or next(rest) for path in found]
+
+
+def at_once(do: Callable[[T], U], things: Sequence[T]) -> list[U]:
+    """Return what `do` returns of each thing, in threads, as many as there are processors."""
+    from concurrent.futures import ThreadPoolExecutor  # which most processes do without
+
+    with ThreadPoolExecutor(_processors()) as pool:
+        return list(pool.map(do, things))
+
+
+def _processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 #: Names of files as `compile` makes them, and of what a process that was stopped left half made.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import environment, host, source
-from .cache import cached
+from .cache import all_cached, cached
 from .device import Device
 from .dtypes import DTYPES
 from .plan import UnitPlan
@@ -34,6 +34,7 @@ __all__ = [
     "executor_library",
     "host_library",
     "kernel",
+    "kernels",
     "nvrtc_version",
 ]
 
@@ -60,12 +61,16 @@ def translation_unit(plan: UnitPlan, *, cpu: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cached(
-    name: str, suffix: str, text: str, includes: tuple[str, ...], rest: object, build: Callable
-) -> Path:
-    """Return what ``build(path)`` makes of a translation unit, from the disk cache if it is there.
+#: A file of the disk cache: its name, and what makes it at a path.
+_File = tuple[str, Callable[[Path], None]]
 
-    The key is a digest of the text, of all files it includes, and of `rest` (options, compiler).
+
+def _file(
+    name: str, suffix: str, text: str, includes: tuple[str, ...], rest: object, build: Callable
+) -> _File:
+    """Return the file that ``build(path)`` makes of a translation unit.
+
+    Its key is a digest of the text, of all files it includes, and of `rest` (options, compiler).
     """
     sources = source.digest(text, includes)
     key = hashlib.sha256(repr((sources, rest)).encode()).hexdigest()[:24]
@@ -75,7 +80,7 @@ def _cached(
         if source.digest(text, includes) != sources:
             raise RuntimeError(f"the sources of {name} changed while it was compiled; call again")
 
-    return cached(f"{name}-{key}{suffix}", build_unchanged)
+    return f"{name}-{key}{suffix}", build_unchanged
 
 
 # --- GPU -----------------------------------------------------------------------------------------
@@ -169,6 +174,10 @@ def usage(log: str) -> Usage:
 
 def cubin(plan: UnitPlan, device: Device) -> Path:
     """Return the compiled kernel of a plan, from the disk cache where it is there."""
+    return cached(*_cubin(plan, device))
+
+
+def _cubin(plan: UnitPlan, device: Device) -> _File:
     text = translation_unit(plan, cpu=False)
     target = _target(device) + plan.target_suffix
 
@@ -177,14 +186,13 @@ def cubin(plan: UnitPlan, device: Device) -> Path:
         path.write_bytes(image)
         if os.environ.get("CUFLASH_DEBUG"):
             used = usage(log)
-            print(
+            sys.stderr.write(  # in one piece, since other threads may write too
                 f"cuflash: compiled {plan.kernel} for {target}: {used.registers} registers, "
-                f"{used.spill_bytes} bytes spilled",
-                file=sys.stderr,
+                f"{used.spill_bytes} bytes spilled\n"
             )
 
     rest = _nvrtc_options(target), nvrtc_version()
-    return _cached(f"{plan.kernel}-{target}", ".cubin", text, (".",), rest, build)
+    return _file(f"{plan.kernel}-{target}", ".cubin", text, (".",), rest, build)
 
 
 #: What a driver says of a kernel that a newer compiler made.
@@ -194,10 +202,10 @@ _UNLOADABLE = ("INVALID_IMAGE", "INVALID_SOURCE", "NO_BINARY_FOR_GPU", "UNSUPPOR
 class GpuKernel:
     """A kernel on one GPU, which must be the current one when it is made and launched."""
 
-    def __init__(self, plan: UnitPlan, device: Device) -> None:
+    def __init__(self, plan: UnitPlan, path: Path, device: Device) -> None:
         import cupy
 
-        raw = cupy.RawModule(path=str(cubin(plan, device))).get_function(plan.kernel)
+        raw = cupy.RawModule(path=str(path)).get_function(plan.kernel)
         try:
             # RawModule is lazy: this loads it, and without it 48 KiB are the limit.
             raw.max_dynamic_shared_size_bytes = plan.smem_bytes
@@ -228,7 +236,7 @@ class GpuKernel:
 # --- CPU -----------------------------------------------------------------------------------------
 
 
-def _library(name: str, text: str, *, is_kernel: bool, instrumented: bool = False) -> Path:
+def _library(name: str, text: str, *, is_kernel: bool, instrumented: bool = False) -> _File:
     compiler = host.find_compiler()
     includes = [source.KERNEL_ROOT / folder for folder in source.HOST_INCLUDES]
 
@@ -239,11 +247,15 @@ def _library(name: str, text: str, *, is_kernel: bool, instrumented: bool = Fals
 
     # A home folder may be shared by machines of several kinds.
     rest = compiler, host.flags(compiler, is_kernel, instrumented), platform.machine()
-    return _cached(f"{name}-cpu", ".so", text, source.HOST_INCLUDES, rest, build)
+    return _file(f"{name}-cpu", ".so", text, source.HOST_INCLUDES, rest, build)
 
 
 def executor_library() -> Path:
     """Return what runs kernels on the CPU, as a shared library."""
+    return cached(*_executor())
+
+
+def _executor() -> _File:
     return _library("executor", '#include "host/executor.cpp"\n', is_kernel=False)
 
 
@@ -259,6 +271,10 @@ def host_races() -> bool:
 
 def host_library(plan: UnitPlan, instrumented: bool = False) -> Path:
     """Return the kernel of a plan as a shared library for the CPU back end."""
+    return cached(*_host_library(plan, instrumented))
+
+
+def _host_library(plan: UnitPlan, instrumented: bool) -> _File:
     text = translation_unit(plan, cpu=True)
     return _library(plan.kernel, text, is_kernel=True, instrumented=instrumented)
 
@@ -304,16 +320,32 @@ class CpuKernel:
 _kernels: dict[tuple[UnitPlan, int | None], Any] = {}
 
 
-def kernel(plan: UnitPlan, device: Device, index: int | None) -> Any:
-    """Return the kernel of a plan on the GPU with this index (None: on the CPU).
+def kernels(plans: Sequence[UnitPlan], device: Device, index: int | None) -> tuple[Any, ...]:
+    """Return the kernels of plans on the GPU with this index (None: on the CPU).
 
-    Compiled at most once, also when several threads ask at once.
+    Each is compiled at most once, also when several threads ask at once, and beside the others
+    that are missing.
     """
-    found = _kernels.get((plan, index))
-    if found is None:
+    if any((plan, index) not in _kernels for plan in plans):
         with _lock:
-            found = _kernels.get((plan, index))
-            if found is None:
-                found = CpuKernel(plan) if device.is_cpu else GpuKernel(plan, device)
-                _kernels[plan, index] = found
-    return found
+            missing = [plan for plan in dict.fromkeys(plans) if (plan, index) not in _kernels]
+            for plan, made in zip(missing, _make(missing, device), strict=True):
+                _kernels[plan, index] = made
+    return tuple(_kernels[plan, index] for plan in plans)
+
+
+def _make(plans: Sequence[UnitPlan], device: Device) -> list[Any]:
+    if not device.is_cpu:
+        paths = all_cached([_cubin(plan, device) for plan in plans])
+        return [GpuKernel(plan, path, device) for plan, path in zip(plans, paths, strict=True)]
+    files = [_host_library(plan, host_races()) for plan in plans]
+    if not _runtime.cache_info().currsize:
+        files.append(_executor())
+    if len(files) > 1:
+        all_cached(files)  # where CpuKernel finds them
+    return [CpuKernel(plan) for plan in plans]
+
+
+def kernel(plan: UnitPlan, device: Device, index: int | None) -> Any:
+    """Return the kernel of one plan."""
+    return kernels((plan,), device, index)[0]

@@ -158,7 +158,8 @@ def _recipe(
     if places and os.environ.get("CUFLASH_DEBUG"):
         print(f"cuflash: {direction}, on copies of {', '.join(places)}", file=sys.stderr)
     used = {**given, **places}
-    steps = [step for step in _steps(direction, traits, index) if _runs(step[0], results)]
+    beside = (Realign(problem.dtype.name),) if places else ()  # compiled at the same time
+    steps = [step for step in _steps(direction, traits, index, beside) if _runs(step[0], results)]
     sizes = {name: realign.nbytes(place) for name, place in places.items()}
     offsets, size = _scratch([*(plan.scratch(problem) for plan, _ in steps), sizes])
     room = bytearray(TMA_PARAMS_BYTES)
@@ -391,11 +392,14 @@ def _plan(direction: Literal["forward", "backward"], traits: Traits, index: int 
 
 @functools.cache
 def _steps(
-    direction: Literal["forward", "backward"], traits: Traits, index: int | None
+    direction: Literal["forward", "backward"],
+    traits: Traits,
+    index: int | None,
+    beside: tuple[Realign, ...],
 ) -> tuple[tuple[KernelPlan, Any], ...]:
     """Return the plans of a call with their kernels, ready to launch on one device."""
     where = facts(index)
     plan = _plan(direction, traits, index)
     if os.environ.get("CUFLASH_DEBUG"):
         print(describe(direction, traits, where, plan), file=sys.stderr)
-    return tuple((kernel, compile.kernel(kernel, where, index)) for kernel in plan)
+    return tuple(zip(plan, compile.kernels((*plan, *beside), where, index), strict=False))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -21,28 +22,37 @@ HOST_INCLUDES = ("host", ".")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
-def files(text: str, includes: tuple[str, ...] = (".",)) -> list[Path]:
-    """Return every file that a translation unit includes, directly or not, in the order read."""
-    found: dict[Path, None] = {}
+def _contents(text: str, includes: tuple[str, ...]) -> dict[str, bytes]:
+    """Return what each file holds that a translation unit includes, directly or not."""
+    root = os.path.realpath(KERNEL_ROOT)
+    folders = [os.path.join(root, folder) for folder in includes]
+    found: dict[str, bytes] = {}
 
-    def visit(text: str, beside: tuple[Path, ...]) -> None:
+    def visit(text: str, beside: tuple[str, ...]) -> None:
         for name in _INCLUDE.findall(text):
-            folders = (*beside, *(KERNEL_ROOT / folder for folder in includes))
-            path = next((f / name for f in folders if (f / name).is_file()), None)
+            # Paths are text here: each process that finds its kernels compiled waits for this.
+            paths = (os.path.normpath(os.path.join(f, name)) for f in (*beside, *folders))
+            path = next((path for path in paths if path in found or os.path.isfile(path)), None)
             if path is None:
                 raise FileNotFoundError(f"kernel source {name!r} is not in {KERNEL_ROOT}")
-            path = path.resolve()
             if path not in found:
-                found[path] = None
-                visit(path.read_text(encoding="utf-8"), (path.parent,))
+                found[path] = b""  # its place in the order
+                with open(path, "rb") as file:
+                    found[path] = file.read()
+                visit(found[path].decode(), (os.path.dirname(path),))
 
     visit(text, ())
-    return list(found)
+    return found
+
+
+def files(text: str, includes: tuple[str, ...] = (".",)) -> list[Path]:
+    """Return every file that a translation unit includes, directly or not, in the order read."""
+    return [Path(path) for path in _contents(text, includes)]
 
 
 def digest(text: str, includes: tuple[str, ...] = (".",)) -> str:
     """Return a digest of a translation unit with all that it includes, as it is on disk now."""
     sha = hashlib.sha256(text.encode())
-    for path in files(text, includes):
-        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path, content in _contents(text, includes).items():
+        sha.update(os.path.basename(path).encode() + b"\0" + content + b"\0")
     return sha.hexdigest()[:32]

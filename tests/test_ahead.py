@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,13 +161,21 @@ def needed(
     options: tuple[str, ...],
     strides: str,
     narrow: bool = False,
+    asked: list[tuple[str, ...]] | None = None,
 ) -> set[UnitPlan]:
-    """The plans that calls have compiled for Hopper, as far as the launch."""
+    """The plans that calls have compiled for Hopper, as far as the launch.
+
+    Each time they ask for kernels, `asked` gets the names.
+    """
     plans: set[UnitPlan] = set()
 
-    def kernel(plan: UnitPlan, where: device.Device, index: int | None) -> UnitPlan:
-        plans.add(plan)
-        return plan
+    def kernels(
+        some: tuple[UnitPlan, ...], where: device.Device, index: int | None
+    ) -> tuple[UnitPlan, ...]:
+        plans.update(some)
+        if asked is not None:
+            asked.append(tuple(plan.kernel for plan in some))
+        return some
 
     q, k, v, dout = arrays(dtype, length, dim, dim_v, strides)
     given, names = (
@@ -186,7 +195,7 @@ def needed(
     gradients = {"dq": both.q, "dk": both.k, "dv": both.v, "dbias": both.bias, "dsinks": both.sinks}
     gradients = {name: x for name, x in gradients.items() if x is not None}
     with (
-        mock.patch.object(compile, "kernel", kernel),
+        mock.patch.object(compile, "kernels", kernels),
         mock.patch.object(launch, "facts", lambda index: SM90),
     ):
         for direction, i, results in (
@@ -251,6 +260,38 @@ def test_cubins_are_made_without_a_gpu(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(compile, "compile_cubin", None)
     again = cuflash.precompile(np.float16, 16, direction="forward", arch=iter(arch))
     assert all(x.cached for x in again) and [x.path for x in again] == [x.path for x in found]
+
+
+def test_kernels_are_compiled_at_the_same_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In threads, of which none is the first to load NVRTC: CuPy lets others in before it is."""
+    monkeypatch.setattr(cache, "_processors", lambda: 4)
+    barrier, loaders = threading.Barrier(4), []
+    version = compile.nvrtc_version()
+
+    def nvrtc_version() -> tuple[int, int]:
+        loaders.append(threading.current_thread())
+        return version
+
+    def compile_cubin(*_: Any) -> tuple[bytes, str]:
+        barrier.wait(timeout=60)
+        return b"code", ""
+
+    monkeypatch.setattr(compile, "nvrtc_version", nvrtc_version)
+    monkeypatch.setattr(compile, "compile_cubin", compile_cubin)
+    found = cuflash.precompile("float32", 8, arch="sm_90")
+    kernels = ["forward_simt", "delta", "backward_dq_simt", "backward_dkdv_simt"]
+    assert [x.kernel for x in found] == kernels and not any(x.cached for x in found)
+    assert loaders[0] is threading.current_thread()
+
+
+def test_calls_ask_for_their_kernels_together(folder: Path) -> None:
+    asked: list[tuple[str, ...]] = []
+    needed("bfloat16", 256, 41, 41, (), "contiguous", asked=asked)
+    forward, backward = (set(x) for x in asked if len(x) > 1)
+    assert forward == {"forward_sm90", "realign"}
+    assert backward == {"backward_rows_sm90", "backward_sm90", "backward_dq_mma", "realign"}
 
 
 def test_the_current_gpu_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

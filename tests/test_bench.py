@@ -135,7 +135,7 @@ def test_names_are_unique_and_cases_make_sense() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     known = {*names}
-    assert not known & {*cases.groups(), *command.OTHERS}
+    assert not known & {*cases.groups(), *command.OTHERS, "startup"}
     for case in CASES:
         assert case.heads % case.kv_heads == 0 and case.groups
         assert 1 <= case.head_dim <= 512 and 1 <= case.head_dim_v <= 512
@@ -522,6 +522,7 @@ def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["nothing"], "'nothing'"),
+        (["startup:nothing"], "'startup:nothing'"),
         (["--peers=flash"], "--peers: expected"),
         (["--dtype=float8"], "--dtype: expected"),
         (["--family=none"], "--family: invalid choice: 'none'"),
@@ -664,13 +665,70 @@ def test_time_to_the_first_result_is_measured_in_two_processes() -> None:
         seconds = {"import_s": 0.5, "forward_s": 0.2, "backward_s": 2.5}
         return {**seconds, "at": time.time() + 4}
 
-    rows = startup.rows(child)
+    rows = list(startup.rows(startup.CASES, 60, child))
     assert [row["cache"] for row in rows] == ["empty", "warm"] * len(startup.CASES)
     assert [case for case, _ in calls[::2]] == [*startup.CASES]
     assert calls[0] == calls[1] != calls[2] and calls[0][1] != calls[2][1]
     assert rows[0]["total_s"] == pytest.approx(4, abs=0.5) and rows[0]["backward_s"] == 2.5
     assert rows[0]["slow"] == "backward" and rows[1]["slow"] == "forward backward"
     assert len({(row["dtype"], row["head_dim"], row["options"]) for row in rows}) == len(rows) / 2
+
+
+def test_first_calls_are_chosen_by_name() -> None:
+    names = [case.name for case in startup.CASES]
+    assert len(set(names)) == len(names) and "startup:bfloat16-128-all" in names
+    assert [x.name for x in startup.select(["startup:float32-64", "startup:float16-64"])] == [
+        *("startup:float16-64", "startup:float32-64")
+    ]
+    assert startup.select(["startup"]) == startup.select(["startup:*"]) == [*startup.CASES]
+    assert startup.select([]) == []
+    with pytest.raises(ValueError, match=r"'startup:float8-64'; there are startup:float16-64, "):
+        startup.select(["startup:float8-64"])
+
+
+def test_first_calls_after_the_limit_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
+    monkeypatch.setattr(startup, "time", clock)
+
+    def child(case: startup.Case, environment: dict[str, str]) -> dict[str, Any]:
+        now[0] += 20  # seconds
+        if case.head_dim == 128:
+            raise RuntimeError("no room")
+        return {"forward_s": 0.2, "backward_s": 2.5, "at": 4.0}
+
+    rows = list(startup.rows(startup.CASES[:4], 50, child))
+    kinds = [
+        "startup",
+        "startup",
+        "failed",
+        "skipped",
+        "skipped",
+    ]  # a full cache needs an empty one
+    assert [row["kind"] for row in rows] == kinds
+    assert rows[2]["variant"] == "empty" and "no room" in report.line(rows[2])
+    assert "50 seconds are over" in report.line(rows[3])
+    assert report.line(rows[3]).startswith("startup:float16-192 ")
+
+
+def test_first_calls_come_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is in the file before the next is measured."""
+    path = tmp_path / "rows.jsonl"
+    seen = []
+
+    def rows(chosen: list[startup.Case], seconds: float) -> Any:
+        for case in chosen:
+            seen.append(path.read_text(encoding="utf-8").count("\n"))
+            yield {"kind": "startup", "case": case.name, "seconds": seconds}
+
+    monkeypatch.setattr(startup, "rows", rows)
+    arguments = ["startup:*-all", "--seconds=9", f"--output={path}"]
+    assert command.main(arguments, make_gpu=lambda: None, about=dict) == 0
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert seen == [*range(len(found))] and {row["seconds"] for row in found} == {9}
+    assert [row["case"] for row in found] == [
+        case.name for case in startup.CASES if case.options == startup.ALL
+    ]
 
 
 @pytest.mark.parametrize("options", [(), ("bias", "dropout_p"), startup.ALL], ids=str)

@@ -12,8 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ import pytest
 import cuflash
 from cuflash import cache, compile, device, host, launch, select, source
 from cuflash.dtypes import DTYPES
-from cuflash.plan import Delta
+from cuflash.plan import Delta, UnitPlan
 from cuflash.problem import Traits
 
 ROOT = Path(__file__).parent.parent
@@ -115,6 +117,53 @@ def test_nothing_stays_of_a_failed_build(folder: Path) -> None:
         cache.cached("a.so", fail)
     assert list(folder.iterdir()) == []
     assert content(cache.cached("a.so", build())) == b"made"
+
+
+def test_what_is_missing_is_made_at_the_same_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each build waits for the other two."""
+    monkeypatch.setattr(cache, "_processors", lambda: 3)
+    barrier = threading.Barrier(3)
+
+    def meet(path: Path) -> None:
+        barrier.wait(timeout=60)
+        path.write_bytes(b"met")
+
+    there = cache.cached("b.so", build())
+    files = [("a.so", meet), ("b.so", never), ("c.so", meet), ("d.so", meet)]
+    paths = cache.all_cached(files)
+    assert paths == [folder / name for name, _ in files] and paths[1] == there
+    assert [content(path) for path in paths] == [b"met", b"made", b"met", b"met"]
+    assert set(folder.iterdir()) == set(paths)
+
+
+def test_there_are_no_threads_without_need(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "at_once", None)
+    assert cache.all_cached([]) == []
+    paths = [cache.cached("a.so", build()), folder / "b.so"]
+    assert cache.all_cached([("a.so", never), ("b.so", build())]) == paths
+    assert cache.all_cached([("a.so", never), ("b.so", never)]) == paths
+
+
+def test_one_of_several_builds_may_fail(folder: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        cache.all_cached([("a.so", fail), ("b.so", build()), ("c.so", build())])
+    assert {path.name for path in folder.iterdir()} <= {"b.so", "c.so"}
+    paths = cache.all_cached([(name, build()) for name in ("a.so", "b.so", "c.so")])
+    assert [content(path) for path in paths] == [b"made"] * 3
+
+
+def test_the_private_folder_is_one_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="no file can be made") as caught:
+        paths = cache.all_cached([(f"{n}.so", build()) for n in range(8)])
+    assert len(caught) == 1 and len({path.parent for path in paths}) == 1
 
 
 @pytest.mark.parametrize("damaged", [b"", b"half", b"made"])
@@ -466,6 +515,64 @@ def test_cubins_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert path.parent == folder and path.read_bytes()[:4] == b"\x7fELF"
     monkeypatch.setattr(compile, "compile_cubin", never)
     assert compile.cubin(PLAN, SM90) == path
+
+
+def test_kernels_of_a_call_are_compiled_at_the_same_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = select.choose("backward", Traits(DTYPES["float32"], 8, 8), SM90)
+    assert len(plans) == 3
+    monkeypatch.setattr(cache, "_processors", lambda: len(plans))
+    monkeypatch.setenv("CUFLASH_DEBUG", "1")
+    barrier = threading.Barrier(len(plans))
+
+    def compile_cubin(text: str, plan: UnitPlan, where: device.Device) -> tuple[bytes, str]:
+        barrier.wait(timeout=60)
+        return plan.kernel.encode(), "Used 7 registers"
+
+    class Kernel:
+        def __init__(self, plan: UnitPlan, path: Path, where: device.Device) -> None:
+            assert content(path) == plan.kernel.encode()
+
+    monkeypatch.setattr(compile, "_kernels", {})
+    monkeypatch.setattr(compile, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(compile, "GpuKernel", Kernel)
+    found = compile.kernels(plans, SM90, 0)
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(said) == sorted(
+        f"cuflash: compiled {plan.kernel} for sm_90: 7 registers, 0 bytes spilled" for plan in plans
+    )
+    assert [compile.kernel(plan, SM90, 0) for plan in plans] == [*found]
+    assert compile.kernels(plans, SM90, 1) != found  # of another GPU, from the same files
+
+
+def test_threads_change_no_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_processors", lambda: 4)
+    monkeypatch.setattr(compile, "GpuKernel", lambda plan, path, where: (plan, path))
+    plans = [Delta(dtype) for dtype in DTYPES]
+    for plan, path in compile.kernels(plans, SM90, 0):
+        text = compile.translation_unit(plan, cpu=False)
+        assert content(path) == compile.compile_cubin(text, plan, SM90)[0]
+
+
+def test_libraries_of_a_call_are_compiled_at_the_same_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three kernels and the executor."""
+    host.find_compiler()  # which compiles too
+    monkeypatch.setattr(cache, "_processors", lambda: 4)
+    barrier, compile_library = threading.Barrier(4), host.compile_library
+
+    def meet(*given: Any, **named: Any) -> None:
+        barrier.wait(timeout=60)
+        compile_library(*given, **named)
+
+    monkeypatch.setattr(host, "compile_library", meet)
+    x = np.ones((5, 2, 8), "f4")
+    out, lse = x, np.zeros((2, 5), "f4")
+    dq, dk, dv = cuflash.attention_backward(x, x, x, x, out, lse)
+    assert np.isfinite(dq).all() and np.isfinite(dk).all() and np.isfinite(dv).all()
+    assert len(list(folder.iterdir())) == 4
 
 
 def test_an_architecture_that_nvrtc_does_not_know() -> None:

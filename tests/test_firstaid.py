@@ -228,7 +228,8 @@ def test_a_driver_that_is_older_than_nvrtc(
     version = ".".join(map(str, compile.nvrtc_version()))
     want = rf"^the driver does not load what NVRTC {version} compiles for sm_90 .*nvidia-smi"
     with pytest.raises(RuntimeError if "IMAGE" in reason else OSError) as caught:
-        compile.GpuKernel(Delta("float32"), device.architecture(9, 0))
+        plan, where = Delta("float32"), device.architecture(9, 0)
+        compile.GpuKernel(plan, compile.cubin(plan, where), where)
     assert bool(re.search(want, str(caught.value))) == ("IMAGE" in reason)
 
 
