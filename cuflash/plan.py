@@ -370,6 +370,7 @@ class BackwardMma(_BackwardMma):
     blocks_per_sm: int  # what the compiler keeps registers free for
     together: int  # blocks of several heads that are launched tile by tile
     aligned: int  # as in ForwardMma, of q, k, v, out and dout
+    ordered: bool = True  # dq is summed up in the order of key tiles
 
     @property
     def threads(self) -> int:
@@ -429,6 +430,7 @@ class BackwardSm90(_BackwardMma):
     dq_places: int  # for dq, of so many visits: 1 or 2
     cache_bytes: int  # of q, dout and dq of heads whose jobs are drawn tile by tile
     heads_together: int  # with a band: at least
+    ordered: bool = True  # as in BackwardMma
 
     @property
     def threads(self) -> int:
