@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--list", action="store_true", help="print the cases, and measure nothing")
     found.add_argument("--direction", choices=DIRECTIONS, default="both")
     found.add_argument("--dtype", default="bfloat16", help="with commas (default: bfloat16)")
-    found.add_argument("--peers", default=DEFAULT_PEERS, help=f"default: {DEFAULT_PEERS}")
+    found.add_argument(
+        "--peers",
+        default=DEFAULT_PEERS,
+        help=f"default: {DEFAULT_PEERS}. unordered: our backward with deterministic=False",
+    )
     found.add_argument("--only-peers", action="store_true", help="leave cuflash out")
     found.add_argument(
         "--family",

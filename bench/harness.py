@@ -11,7 +11,7 @@ from typing import Any
 from bench import data, timing, verify
 from bench.cases import Case
 from bench.gpu import peak
-from bench.peers import OURS, Peer
+from bench.peer import OURS, UNORDERED, Peer
 from bench.timing import Contestant, Pace
 
 __all__ = ["Plan", "Progress", "measure"]
@@ -89,7 +89,7 @@ def measure(
                         lambda i, calls=calls: calls[i].run(), len(sets), peer.wait
                     )
                 except Exception as error:  # whatever another library raises
-                    kind = "failed" if peer.name == OURS else "skipped"
+                    kind = "failed" if peer.name in (OURS, UNORDERED) else "skipped"
                     yield {"kind": kind, **about, "reason": _message(error)}
                     continue
                 finally:
@@ -107,7 +107,7 @@ def measure(
             timing.warm_up(gpu, entry.contestant, plan.pace)
         except Exception as error:  # out of memory, by now
             entries.remove(entry)
-            kind = "failed" if entry.peer.name == OURS else "skipped"
+            kind = "failed" if entry.peer.name in (OURS, UNORDERED) else "skipped"
             yield {"kind": kind, **entry.row, "reason": _message(error)}
     timer = plan.timer
     if not all(entry.peer.on_stream for entry in entries):

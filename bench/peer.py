@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from bench.cases import Case
 from bench.data import Inputs
 
-__all__ = ["OURS", "Call", "Peer", "only_plain"]
+__all__ = ["OURS", "UNORDERED", "Call", "Peer", "only_plain"]
 
 OURS = "cuflash"
+UNORDERED = "unordered"  # ours with deterministic=False
 
 
 class Call(NamedTuple):

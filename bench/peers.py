@@ -19,7 +19,7 @@ from bench import baselines
 from bench.cases import Case
 from bench.cudnn_frontend import CudnnFrontend
 from bench.data import Inputs
-from bench.peer import OURS, Call, Peer, only_plain
+from bench.peer import OURS, UNORDERED, Call, Peer, only_plain
 
 __all__ = ["OURS", "PEERS", "Call", "Peer"]
 
@@ -28,6 +28,7 @@ class Cuflash(Peer):
     """Ours."""
 
     name = OURS
+    deterministic = True
 
     def prepare(self, case: Case, direction: str, inputs: Inputs) -> Call:
         """See the base class."""
@@ -51,9 +52,22 @@ class Cuflash(Peer):
             return Call(lambda: forward(q, k, v, *offsets, **options), batched)
         out, lse = forward(q, k, v, *offsets, return_lse=True, **options)
         return Call(
-            lambda: backward(dout, q, k, v, out, lse, *offsets, **options),
+            lambda: backward(
+                dout, q, k, v, out, lse, *offsets, **options, deterministic=self.deterministic
+            ),
             lambda grads: batched(grads.dq, grads.dk, grads.dv),
         )
+
+
+class Unordered(Cuflash):
+    """Ours, where bits may differ from call to call."""
+
+    name = UNORDERED
+    deterministic = False
+
+    def rejects(self, case: Case, dtype: str, direction: str) -> str | None:
+        """See the base class."""
+        return "of a backward only" if direction == "forward" else None
 
 
 class Naive(Peer):
@@ -306,6 +320,7 @@ PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         Cuflash(),
+        Unordered(),
         Naive(),
         TorchSdpa("torch-flash", "FLASH_ATTENTION", 256),
         TorchSdpa("torch-cudnn", "CUDNN_ATTENTION", 256),

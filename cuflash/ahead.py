@@ -71,6 +71,7 @@ def precompile(
     options: Iterable[str] = (),
     direction: Literal["forward", "backward", "both"] = "both",
     any_strides: bool = False,
+    deterministic: bool = True,
     arch: str | Iterable[str] | None = None,
 ) -> list[Compiled]:
     """Compile the kernels of calls that are to come, so that the first of them need not.
@@ -98,6 +99,8 @@ def precompile(
         a stride of 0, or whose bias or mask has rows that do not begin at multiples of 16 bytes (as
         those of lengths that are no multiple of 16). Without it arrays are taken to be contiguous,
         or slices along axes other than the last. Only float16 and bfloat16 have such kernels.
+    deterministic : bool
+        What the backward calls say. False compiles what they need then, and not what others need.
     arch : str or iterable of str, optional
         "sm_90" for GPUs of compute capability 9.0, and so on; "cpu" for the CPU back end; or
         several of them. By default that of the current GPU.
@@ -136,13 +139,14 @@ def precompile(
     directions: tuple[Direction, ...] = (
         ("forward", "backward") if direction == "both" else (direction,)
     )
+    ordered = checks.flag("deterministic", deterministic)
     strides = _STRIDES if checks.flag("any_strides", any_strides) else _STRIDES[:1]
     found: list[Compiled] = []
     for where in _read_arch(arch):
         plans = {
             plan: None
             for one in directions
-            for problem, forms in _calls(one, element, dim, dim_v, features, strides)
+            for problem, forms in _calls(one, element, dim, dim_v, features, strides, ordered)
             for plan in _plans(one, problem, forms, where)
         }
         found += _compile(list(plans), where)
@@ -199,11 +203,14 @@ def _calls(
     dim_v: int,
     features: tuple[str, ...],
     strides: tuple[str, ...],
+    deterministic: bool,
 ) -> Iterator[tuple[Problem, dict[str, Form]]]:
     """Yield calls that need different kernels, if any do: short and long ones, by strides."""
     for length in (realign.MIN_LENGTH - 1, realign.MIN_LENGTH):
         sizes = _ENTRY, _ENTRY, _ENTRY, length, length, dim, dim_v
-        problem = Problem(dtype, *sizes, 1.0, OPEN, OPEN, features=features)
+        problem = Problem(
+            dtype, *sizes, 1.0, OPEN, OPEN, features=features, deterministic=deterministic
+        )
         if "packed" in features:
             problem = problem._replace(batch=1)
         for kind, pairs in itertools.product(strides, _pairs(dtype, features, len(strides) > 1)):

@@ -161,10 +161,11 @@ def attention_vjp(
     lse : array
         Only with `return_lse`, as from `attention`.
     vjp : callable
-        ``vjp(dout, *, dlse=None, wrt=None, out=None, workspace=None)`` returns the `Gradients` of
-        ``sum(out * dout)`` (plus ``sum(lse * dlse)``), as `attention_backward` does. It keeps q, k,
-        v, the options' arrays, out and lse, not copies of them, and may be called any number of
-        times: what is written into those arrays before (``out += x``) changes the gradients.
+        ``vjp(dout, *, dlse=None, wrt=None, out=None, workspace=None, deterministic=True)`` returns
+        the `Gradients` of ``sum(out * dout)`` (plus ``sum(lse * dlse)``), as `attention_backward`
+        does. It keeps q, k, v, the options' arrays, out and lse, not copies of them, and may be
+        called any number of times: what is written into those arrays before (``out += x``) changes
+        the gradients.
 
     Examples
     --------
@@ -178,10 +179,16 @@ def attention_vjp(
     assert lse is not None
 
     def vjp(
-        dout: Any, *, dlse: Any = None, wrt: Any = None, out: Any = None, workspace: Any = None
+        dout: Any,
+        *,
+        dlse: Any = None,
+        wrt: Any = None,
+        out: Any = None,
+        workspace: Any = None,
+        deterministic: bool = True,
     ) -> Gradients:
         all_inputs = read_backward(problem, inputs, dout, result, lse, dlse)
-        return calls.backward(problem, all_inputs, wrt, out, workspace)
+        return calls.backward(problem, all_inputs, wrt, out, workspace, deterministic)
 
     function: Callable[..., Gradients] = vjp
     if want_lse:
@@ -212,6 +219,7 @@ def attention_backward(
     wrt: Any = None,
     out: tuple[Any, ...] | None = None,
     workspace: Any = None,
+    deterministic: bool = True,
 ) -> Gradients:
     """Gradients of attention with respect to q, k, v, bias and sinks.
 
@@ -242,6 +250,11 @@ def attention_backward(
         Scratch memory that the caller owns, for CUDA graphs that are captured in numbers: scratch
         that a call takes while it is captured is otherwise never given back. An array that is too
         small raises an error that says how many bytes are needed.
+    deterministic : bool
+        If True, the same call gives the same bits. If False, parts of dq may be added up in any
+        order, so that its last bits may differ from call to call, where kernels can save time that
+        way: on tensor cores. Those for float32, float64 and head sizes over 256, and Hopper's for
+        head sizes over 128 without options other than sinks and packing, compute as ever.
 
     Returns
     -------
@@ -265,13 +278,14 @@ def attention_backward(
         dq = scale * slope * dscore @ k   dk = scale * (slope * dscore).T @ q
         dsinks = sum over b and i of exp(sink - lse) * (dlse - delta)
 
-    (Dao et al., 2022, arXiv:2205.14135, section B.2). All sums have a fixed order: the same call
-    gives the same bits. Grouped heads are summed in float32 (float64 for float64), rounded once.
+    (Dao et al., 2022, arXiv:2205.14135, section B.2). All sums have a fixed order, unless
+    `deterministic` is False: the same call gives the same bits. Grouped heads are summed in float32
+    (float64 for float64), rounded once.
     """
     options = (softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed)
     problem, inputs = read_options(*read(q, k, v, scale, causal, window, layout), *options)
     inputs = read_backward(problem, inputs, dout, output, lse, dlse)
-    return calls.backward(problem, inputs, wrt, out, workspace)
+    return calls.backward(problem, inputs, wrt, out, workspace, deterministic)
 
 
 def attention_varlen(
@@ -378,12 +392,13 @@ def attention_varlen_backward(
     wrt: Any = None,
     out: tuple[Any, ...] | None = None,
     workspace: Any = None,
+    deterministic: bool = True,
 ) -> Gradients:
     """Gradients of `attention_varlen`.
 
     Parameters
     ----------
-    dout, output, lse, dlse, wrt, out, workspace
+    dout, output, lse, dlse, wrt, out, workspace, deterministic
         As for `attention_backward`, in the shapes of `attention_varlen`.
     q, k, v, cu_seqlens_q, cu_seqlens_k, ...
         As in the forward call.
@@ -403,7 +418,7 @@ def attention_varlen_backward(
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     problem, inputs = read_packed(q, k, v, *offsets, scale, causal, window, layout, *options)
     inputs = read_backward(problem, inputs, dout, output, lse, dlse)
-    return calls.backward(problem, inputs, wrt, out, workspace)
+    return calls.backward(problem, inputs, wrt, out, workspace, deterministic)
 
 
 def merge_states(outs: Any, lses: Any, *, layout: str = "bshd", out: Any = None) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that have been read: where results go, the launch, and what the caller gets.
 
-Reads out=, wrt= and workspace=: which results the caller wants, and where.
+Reads out=, wrt= and workspace=: which results the caller wants, and where; and deterministic=.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-from . import arrays, launch, launch_merge
+from . import arrays, checks, launch, launch_merge
 from .arrays import View
 from .destinations import Destinations
 from .gradients import Gradients
@@ -49,8 +49,12 @@ def results(result: View, lse: View | None, out: Any) -> Any:
     return _given(to_out, result), _given(to_lse, lse)
 
 
-def backward(problem: Problem, inputs: Arrays, wrt: Any, out: Any, workspace: Any) -> Gradients:
+def backward(
+    problem: Problem, inputs: Arrays, wrt: Any, out: Any, workspace: Any, deterministic: Any
+) -> Gradients:
     """Compute the gradients that `wrt` names, in the arrays of `out` or new ones."""
+    if not checks.flag("deterministic", deterministic):
+        problem = problem._replace(deterministic=False)
     wanted = _read_wanted(wrt, problem)
     given = (None,) * 3 if out is None else out
     if not isinstance(given, (tuple, list)) or not 3 <= len(given) <= 5:

@@ -29,5 +29,6 @@ def describe(direction: str, traits: Traits, facts: device.Device, plan: Plan) -
             f"cuflash:   {kernel.kernel} ({kernel.family}): {kernel.threads} threads, "
             f"{kernel.smem_bytes} bytes of shared memory; {sizes and sizes + '; '}"
             f"code for {flags or 'no options'}"
+            f"{'' if fields.get('ordered', True) else '; dq is added up in any order'}"
         )
     return "\n".join(lines)

@@ -53,6 +53,7 @@ class Traits(NamedTuple):
     aligned_bias: int = 0  # bytes of rows of the bias that are copied at once: 16, 4, or 0
     wide_bias: bool = False  # such a bias is not of q's dtype but of its accumulators'
     aligned_mask: int = 0  # as aligned_bias
+    deterministic: bool = True  # sums of the backward have one order
 
 
 class Problem(NamedTuple):
@@ -74,6 +75,7 @@ class Problem(NamedTuple):
     seed: int = 0  # of dropout, in 64 bits, if it is known to the host
     bias_shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # each axis full or 1
     features: tuple[str, ...] = ()  # what the call uses of FEATURES
+    deterministic: bool = True  # of a backward: the same bits every time
 
     @property
     def traits(self) -> Traits:

@@ -46,6 +46,8 @@ def traits(
             found = found._replace(aligned_bias=at_once, wide_bias=wide)
         if mask:
             found = found._replace(aligned_mask=pair_alignment(mask))
+    elif not problem.deterministic:
+        found = found._replace(deterministic=False)
     return found
 
 

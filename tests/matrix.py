@@ -9,7 +9,7 @@ and the shipped plans of some head sizes. `CUBINS` are only compiled, for each a
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from cuflash.plan import (
     BackwardDbiasSimt,
     BackwardDkdvSimt,
     BackwardDqSimt,
+    BackwardMma,
     BackwardSm90,
     Delta,
     Dsinks,
@@ -316,6 +317,34 @@ FEW_ROWS += [  # whose gradients are computed apart
     shipped("float16", 192, 256, device.architecture(9, 0)),
 ]
 
+
+def unordered(row: Row) -> Row:
+    """Return the plans of calls that need not be deterministic."""
+    backward = tuple(
+        replace(plan, ordered=False) if isinstance(plan, (BackwardMma, BackwardSm90)) else plan
+        for plan in row.backward
+    )
+    return replace(row, name=f"{row.name}-unordered", backward=backward)
+
+
+# Executed with `deterministic=False`: each way to share out dq, and turns of several query tiles.
+UNORDERED_ROWS = [
+    unordered(row)
+    for row in [
+        _small_mma("float16", "warp", 16, 48),
+        _small_mma("float16", "both", 32, 32),
+        _small_mma("bfloat16", "slabs", 32, 16, FEATURES),
+        _small_mma("bfloat16", "warps", 32, 64, ("packed",)),
+        _small_sm90("float16", "one", 64, 64),
+        _small_sm90("bfloat16", "three", 128, 64),
+        _small_sm90("float16", "four", 64, 64, ("packed",)),
+        _small_sm90("bfloat16", "wide", 256, 256, ("alibi",)),
+        _small_sm90("bfloat16", "two", 64, 64, FEATURES),
+        shipped("bfloat16", 64, 64),
+        shipped("float16", 128, 128),
+    ]
+]
+
 ARCHITECTURES = {
     name: device.architecture(*capability)
     for name, capability in {
@@ -357,7 +386,9 @@ def cubins(full: bool = False) -> list[tuple[str, UnitPlan]]:
                         for plan in row.forward + row.backward:
                             if plan.family != "mma":
                                 found[name, plan] = None
-    return list(found | dict.fromkeys(_mma_cubins(full)) | dict.fromkeys(_sm90_cubins(full)))
+    tensor_cores = [*_mma_cubins(full), *_sm90_cubins(full)]
+    tensor_cores += _unordered_cubins(tensor_cores, full)
+    return list(found | dict.fromkeys(tensor_cores))
 
 
 def _mma_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
@@ -453,6 +484,18 @@ def _sm90_cubins(full: bool) -> list[tuple[str, UnitPlan]]:
             direction, Traits(DTYPES[dtype], size, size, options), ARCHITECTURES["sm_90"]
         )
         if plan.family == "sm90"
+    ]
+
+
+def _unordered_cubins(
+    tensor_cores: list[tuple[str, UnitPlan]], full: bool
+) -> list[tuple[str, UnitPlan]]:
+    """Return the same of backwards that need not be deterministic: of one dtype, aligned."""
+    return [
+        (name, replace(plan, ordered=False))
+        for name, plan in tensor_cores
+        if isinstance(plan, (BackwardMma, BackwardSm90))
+        if full or (plan.dtype == "bfloat16" and getattr(plan, "aligned", 16) == 16)
     ]
 
 

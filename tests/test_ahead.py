@@ -344,7 +344,7 @@ def test_every_option_of_kernels_has_a_name() -> None:
     assert set(ahead.OPTIONS) == set(OPTIONS)
     both = itertools.chain(ahead.OPTIONS, ahead._FREE)
     signature = cuflash.attention_backward.__kwdefaults__ or {}
-    assert {"packed", "return_lse", *signature} - {"workspace"} == set(both)
+    assert {"packed", "return_lse", *signature} - {"workspace", "deterministic"} == set(both)
 
 
 def test_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import cuflash  # noqa: E402
 from bench import __main__ as command  # noqa: E402
 from bench import cases, data, harness, machine, published, report, startup, timing, verify  # noqa: E402
 from bench.cases import CASES, Case  # noqa: E402
@@ -432,6 +433,29 @@ def test_peers_reject_what_they_cannot_do() -> None:
         case = Case(**{**vars(good), **changes})
         assert flash.rejects(case, "float16", "forward") and fa3.rejects(case, "float16", "forward")
     assert flash.rejects(Case("", 1, 4, 4, 32, 64, 64, 64, causal=True), "float16", "forward")
+
+
+def test_ours_is_also_timed_without_an_order(
+    one_set: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("", 2, 2, 2, 30, 40, 8, 8)
+    inputs = data.sets_of(case, "float32", np)[0]
+    unordered = PEERS["unordered"]
+    assert unordered.rejects(case, "float32", "forward") == "of a backward only"
+    asked = []
+    backward = cuflash.attention_backward
+
+    def noted(*arrays: Any, **options: Any) -> Any:
+        asked.append(options["deterministic"])
+        return backward(*arrays, **options)
+
+    monkeypatch.setattr(cuflash, "attention_backward", noted)
+    want = verify.expected(case, inputs, np)
+    for peer in (PEERS[OURS], unordered):
+        call = peer.prepare(case, "backward", inputs)
+        found = verify.errors(case, "backward", call.read(call.run()), want, np)
+        assert not verify.wrong(found, "float32")
+    assert asked == [True, False]
 
 
 def test_our_peer_and_the_naive_one_are_right_on_numpy(one_set: None) -> None:

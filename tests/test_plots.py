@@ -58,7 +58,7 @@ def test_later_rows_count() -> None:
 
 
 def test_every_peer_has_a_name() -> None:
-    assert set(plots.NAMES) | {"naive"} == set(peers.PEERS)
+    assert set(plots.NAMES) | {"naive", "unordered"} == set(peers.PEERS)
 
 
 def test_tables_say_what_was_measured() -> None:

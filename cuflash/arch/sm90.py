@@ -29,6 +29,10 @@ __all__ = ["ApartTile", "BackwardTile", "Sm90", "Tile", "apart", "backward", "fo
 _MAX_HEAD_DIM = 256
 _LACKING = frozenset({"dropout"})
 _CACHE_BYTES = 32 << 20  # of 50 MB of L2 cache: what is to stay there for a while
+# With a band, jobs of heads of so many columns in all are drawn tile by tile, at least: where jobs
+# of a head wait for one another, and where they do not.
+_COLUMNS_TOGETHER = 2048
+_COLUMNS_TOGETHER_UNORDERED = 2048
 
 
 class Tile(NamedTuple):
@@ -196,6 +200,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
     )
     dim_v = tile.head_dim
     given: dict[str, Any] = {**dict.fromkeys(options, True)}
+    together = _COLUMNS_TOGETHER if traits.deterministic else _COLUMNS_TOGETHER_UNORDERED
     main = BackwardSm90(
         **shared,
         dim_v=dim_v,
@@ -204,7 +209,8 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         dout_stages=tile.dout_stages,
         dq_places=tile.dq_places,
         cache_bytes=_CACHE_BYTES,
-        heads_together=2048 // tile.head_dim,
+        heads_together=max(together // tile.head_dim, 1),
+        ordered=traits.deterministic,
         **given,
     )
     packed = "packed" in options

@@ -119,6 +119,7 @@ class BackwardMma(_BackwardMma):
     blocks_per_sm: int  # what the compiler keeps registers free for
     together: int  # blocks of several heads that are launched tile by tile
     aligned: int  # as in ForwardMma, of q, k, v, out and dout
+    ordered: bool = True  # dq is summed up in the order of key tiles
 
     @property
     def threads(self) -> int:

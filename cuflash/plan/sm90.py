@@ -50,7 +50,7 @@ class ForwardSm90(KernelPlan):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles; four jobs, a word of each warp; a word and five barriers a stage, two a place or job, and two."""
+        """The tiles; four jobs, each with a word of each warp; barriers, and a word a stage."""
         way = self.dim_v if self.slots > 1 else 2 * box(16, self.dim_v).columns
         rows = self.tile_q * (self.slots * self.dim + way)
         rows += self.stages * self.tile_kv * (self.dim + self.dim_v)
@@ -105,6 +105,7 @@ class BackwardSm90(_BackwardMma):
     dq_places: int  # for dq, of so many visits: 1 or 2
     cache_bytes: int  # of q, dout and dq of heads whose jobs are drawn tile by tile
     heads_together: int  # with a band: at least
+    ordered: bool = True  # as in BackwardMma
 
     @property
     def threads(self) -> int:

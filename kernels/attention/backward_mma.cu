@@ -26,6 +26,9 @@
 // it is the first ones, and the longest walks are launched first. The first to add to a tile
 // stores, so that sums need not be zeroed.
 //
+// Without kOrdered only those that may store have turns, the first one or few of each. The others
+// wait for these alone, add theirs whenever they come, and the result may differ from call to call.
+//
 // kSplits: a block computes only one in kSplits of the columns of dk, dv and dq, for large heads.
 #include "attention/params.cuh"
 #include "hw/memory.cuh"
@@ -55,6 +58,8 @@ static_assert(kSplitCols % (16 * plan::kQueryWarps) == 0 &&
                   kSplitColsV % (16 * plan::kQueryWarps) == 0,
               "whole blocks of columns a warp");
 constexpr int kDqBlocksOfWarp = (kDqBlocks + kDqWarpsX - 1) / kDqWarpsX;
+// Key tiles that may be the first of a query tile of a turn, unless there are fewer.
+constexpr int32 kFirstTiles = 1 + (kTurnRows - plan::kTileQ + plan::kTileKv - 1) / plan::kTileKv;
 
 template <int kCols>
 using TileOfQueries = fragment::Tile<plan::kTileQ, kCols>;
@@ -106,6 +111,11 @@ __device__ __forceinline__ Visit visit_of(const Notes& notes, int32 i) {
     return {notes.work.head * notes.group + i / tiles, tile,
             i % tiles == 0 || (tile + 1) % plan::kTurn == 0,
             tile == notes.queries.first || tile % plan::kTurn == 0};
+}
+
+// The first key tile that has a turn with the dq of a query tile.
+__device__ __forceinline__ int32 first_of_turn(const Band& band, int32 tile) {
+    return band.key_tiles(tile / plan::kTurn * kTurnRows, kTurnRows, plan::kTileKv).first;
 }
 
 struct Sums {
@@ -222,8 +232,8 @@ __device__ __forceinline__ void turn(
 
     const int32 key_tile = at.first_key / plan::kTileKv;
     if (p.dq.data && visit.starts && threadIdx.x == 0) {
-        const int32 rows = visit.tile / plan::kTurn * kTurnRows;
-        const int32 first = score.band.key_tiles(rows, kTurnRows, plan::kTileKv).first;
+        int32 first = first_of_turn(score.band, visit.tile);
+        if (!plan::kOrdered) first = max(first, key_tile - kFirstTiles);
         hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, at.split), key_tile - first);
     }
     __syncthreads();
@@ -323,6 +333,10 @@ __device__ __forceinline__ void end_turn(const Params& p, const Notes& notes, in
     if (!p.dq.data || i < 0 || threadIdx.x != plan::kThreads - 32) return;
     const Visit done = visit_of(notes, i);
     if (!done.ends) return;
+    if constexpr (!plan::kOrdered) {  // does anybody wait for it?
+        const Band band = Band::of(p, notes.work.entry);
+        if (notes.work.tile - first_of_turn(band, done.tile) >= kFirstTiles) return;
+    }
     hw::semaphore_add(dq_turn(p, notes.work.entry, done.head, done.tile, notes.split), 1);
 }
 

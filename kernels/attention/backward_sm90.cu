@@ -24,7 +24,8 @@
 // whoever has one runs already, and takes his jobs in the order of their indices. So of all jobs
 // that are not finished, the one with the lowest index waits for nobody, whatever order blocks
 // start in and however few of them run. That a block draws its next ticket early changes nothing:
-// it finishes the job it has without waiting for later ones.
+// it finishes the job it has without waiting for later ones. Without kOrdered only the first key
+// tile of a query tile, which stores its part, has a turn; all others wait for that one.
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the one who takes jobs
@@ -282,9 +283,10 @@ __device__ __forceinline__ void bring_dq(
         for (int split = 0; split < plan::kSplits; ++split, at.next()) {
             if (at.count % 2 != mine) continue;
             const Band band = Band::of(p, entry);
-            const int32 before =
+            const int32 earlier =
                 job.work.tile -
                 band.key_tiles(visit.tile * plan::kTileQ, plan::kTileQ, plan::kTileKv).first;
+            const int32 before = plan::kOrdered ? earlier : min(earlier, 1);
             hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split), before);
             hw::mbarrier_wait(smem.dq_full[at.at()], at.parity());
             const int stage = Stages{at.count / plan::kSplits}.at();
@@ -298,6 +300,7 @@ __device__ __forceinline__ void bring_dq(
                 }
             }
             hw::mbarrier_arrive(smem.dq_empty[at.at()]);
+            if (!plan::kOrdered && before > 0) continue;  // nobody waits for it
             hw::bulk_wait<0>();
             // The same, worked out anew: registers are few.
             hw::semaphore_add(dq_turn(p, entry, visit.head, hw::forget(visit.tile), split), 1);
@@ -551,10 +554,10 @@ __device__ __forceinline__ void add_special(const TmaParams& maps, Smem& smem, i
         if (!p.dq.data) continue;
         const int64 slot = query_slot<plan::kTileQ>(p, entry, visit.head, visit.tile);
         const int32 first = score.band.key_tiles(query, plan::kTileQ, plan::kTileKv).first;
-        // Behind the job's own turn: the first one writes.
+        // Behind the job's own turn, or the first one's, which writes.
         for (int split = 0; split < plan::kSplits; ++split) {
             hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split),
-                               job.work.tile - first + 1);
+                               plan::kOrdered ? job.work.tile - first + 1 : 1);
         }
 #pragma unroll 1
         for (int slab = 0; slab < plan::kTileQ / 16; ++slab) {
@@ -628,13 +631,14 @@ __device__ __forceinline__ bool begin(Smem& smem) {
 
 // Of so many heads jobs are drawn tile by tile. Jobs of one head wait for one another, but q, dout
 // and the sums of dq, which go around the longest, are to stay in an L2 cache. Without a band jobs
-// of a head soon do not wait any more.
+// of a head soon do not wait any more, nor without kOrdered.
 __device__ __forceinline__ int64 heads_together(const Params& p) {
     constexpr int kRowBytes = (plan::kDim + plan::kDimV) * static_cast<int>(sizeof(Element)) +
                               plan::kDqDim * static_cast<int>(sizeof(float));
+    constexpr int kEven = plan::kHeadsTogether < 2 ? plan::kHeadsTogether : 2;
     const bool even = p.window_left == kOpen && p.window_right == kOpen;
     return max(heads_in<Queries>(p, plan::kCacheBytes, kRowBytes),
-               int64{even ? 2 : plan::kHeadsTogether});
+               int64{even ? kEven : plan::kHeadsTogether});
 }
 
 // Notes what a job has. One thread.
