@@ -48,9 +48,7 @@ FORWARD = [row for row in ROWS if row.boxes and "apart" not in row.name]
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("where", ["first", "last", "all"])
 @pytest.mark.parametrize("row", FORWARD, ids=lambda row: row.name)
-def test_jobs_that_hidden_values_spoil(
-    backend: Backend, row: Row, where: str, blocks: int
-) -> None:
+def test_jobs_that_hidden_values_spoil(backend: Backend, row: Row, where: str, blocks: int) -> None:
     """They are done again: among others, and when no others are left."""
     rng = np.random.default_rng(1)
     dtype, tile = np.dtype(row.dtype), row.tile[0]
