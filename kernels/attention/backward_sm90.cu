@@ -50,6 +50,7 @@
 #include "hw/semaphore.cuh"
 #include "hw/sync.cuh"
 #include "parts/gradient_mma.cuh"
+#include "parts/pair_blocks.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/special.cuh"
 #include "parts/swizzled.cuh"
@@ -398,6 +399,37 @@ __device__ __forceinline__ bool releases_early(const Job& job) {
     return plan::kSplits == 1 && !job.special && job.queries.hides(job.queries.any.first);
 }
 
+// Where a warp holds what bias and mask have for a visit: where it will put ds itself. Of warps
+// with the same keys each puts its share of the blocks; the same of the visit before has been read,
+// so that there is room for as many blocks again.
+struct PlaceOfPairs {
+    Smem& smem;
+    uint32 visit;
+    int group;
+
+    __device__ __forceinline__ Element* at(uint32 block, uint32 row, uint32 piece) const {
+        constexpr uint32 kSharers = plan::kColumnGroups;
+        ScoreTile& tile = smem.ds[(visit + block % kSharers) % 2];
+        return tile.piece(16 * (block / kSharers * kSharers + column_group(group)) + row,
+                          row_of_warp(group) + 8 * piece);
+    }
+};
+using HeldPairs = pair_blocks::Blocks<plan::kTileQ, PlaceOfPairs>;
+
+// A warp's scores at a visit, and its first query and key.
+struct VisitedPairs {
+    Scores score;
+    int32 query, key;
+};
+__device__ __forceinline__ VisitedPairs pairs_at(const Params& p,
+                                                 const Smem& smem,
+                                                 Stages stage,
+                                                 int row) {
+    const Step& step = smem.steps[stage.at()];
+    const int32 query = step.query, key = smem.job.work.tile * plan::kTileKv + row;
+    return {Scores::of(p, smem.job.work.entry, step.head), query, key};
+}
+
 template <bool kPlain>
 __device__ __forceinline__ void turn(
     const TmaParams& maps, Smem& smem, Sums& sums, Passed& at, bool last = false) {
@@ -414,19 +446,33 @@ __device__ __forceinline__ void turn(
     float s[1][kQueries8][4], dp[1][kQueries8][4];
     hw::mbarrier_wait(smem.q_full[stage.at()], stage.parity());
     swizzled::start_a_bt(s, smem.k, row_group(group) * kGroupRows, q);
+    HeldPairs held = {{smem, stage.count, group}};
+    if constexpr (plan::kMask) {
+        if (!kPlain) {
+            const VisitedPairs x = pairs_at(p, smem, stage, row_of_warp(group));
+            held.bring_mask(x.score, x.query, x.key);
+        }
+    }
     hw::mbarrier_wait(smem.dout_full[dout_stage.at()], dout_stage.parity());
     swizzled::start_a_bt(dp, smem.v, row_group(group) * kGroupRows, dout);
+    if constexpr (plan::kMask) {
+        if (!kPlain) held.take_mask(p.mask.data);
+    }
+    if constexpr (plan::kBias) {
+        if (!kPlain) {
+            const VisitedPairs x = pairs_at(p, smem, stage, row_of_warp(group));
+            held.bring_bias(x.score, x.query, x.key);
+        }
+    }
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(s));
     hw::pin(swizzled::listed(dp));
 
     const int row = row_of_warp(group);
-    const Step& step = smem.steps[stage.at()];
-    const int32 query = step.query, key = job.work.tile * plan::kTileKv + row;
-    const Scores score = Scores::of(p, job.work.entry, step.head);
-    transposed::soften<kPlain>(s, score);
-    if (!kPlain) transposed::hide(s, score, query, key);
-    transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], score, query, key);
+    const VisitedPairs x = pairs_at(p, smem, stage, row);
+    transposed::soften<kPlain>(s, x.score);
+    if (!kPlain) transposed::hide(s, held, x.score, x.query, x.key);
+    transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], held, x.score, x.query, x.key);
     uint32 weights[kSteps][4], ds[kSteps][4];
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
@@ -475,10 +521,8 @@ __device__ __forceinline__ void turn(
     hw::pin(swizzled::listed(sums.dk));
     if constexpr (plan::kSplits > 1) {
         hw::pin(swizzled::listed(dq));
-        if (p.dq.data) {
-            sync_computing();  // nobody needs these queries any more
-            put_dq(smem, dq, group, dq_part(stage, 1), 1);
-        }
+        if (plan::kBias || p.dq.data) sync_computing();  // nobody needs these queries any more
+        if (p.dq.data) put_dq(smem, dq, group, dq_part(stage, 1), 1);
     }
     if (p.dq.data) tell_dq(smem, dq_part(stage, plan::kSplits - 1));
     if (plan::kSplits == 1 || !p.dq.data) arrive(smem.q_empty[stage.at()]);
