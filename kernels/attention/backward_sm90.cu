@@ -455,12 +455,10 @@ __device__ __forceinline__ void turn(
     }
     hw::mbarrier_wait(smem.dout_full[dout_stage.at()], dout_stage.parity());
     swizzled::start_a_bt(dp, smem.v, row_group(group) * kGroupRows, dout);
-    if constexpr (plan::kMask) {
-        if (!kPlain) held.take_mask(p.mask.data);
-    }
-    if constexpr (plan::kBias) {
+    if constexpr (HeldPairs::kPairs) {
         if (!kPlain) {
             const VisitedPairs x = pairs_at(p, smem, stage, row_of_warp(group));
+            held.look(x.score, x.query, x.key);
             held.bring_bias(x.score, x.query, x.key);
         }
     }

@@ -128,12 +128,12 @@ __device__ __forceinline__ uint32 bits_of(hw::Vec<uint32, 4> bytes) {
 template <uint32 kQueries, class Place>
 struct Blocks {
     static_assert(kQueries == 64 || kQueries == 128, "queries of 32 lanes, twice or more");
-    static constexpr bool kMask = plan::kMask, kBias = plan::kBias;
-    static constexpr bool kMarks = kQueries > 64 || !kMask;  // it has few registers left
+    static constexpr bool kPairs = plan::kMask || plan::kBias, kBias = plan::kBias;
+    static constexpr bool kMarks = kQueries > 64 || !kPairs;  // it has few registers left
     static constexpr uint32 kHalf = kQueries / 2;
 
     Place place;
-    uint32 shown[1][2];  // which queries the mask shows to a lane's keys, as in columns.cuh
+    uint32 seen[1][2];  // which queries see a lane's keys, as in columns.cuh
 
     struct MaskPlace {
         const Place& place;
@@ -161,18 +161,23 @@ struct Blocks {
         }
     }
 
-    // Behind it the blocks are free again.
+    // Looks who is seen, if there is a mask also by what it brought; then the blocks are free
+    // again.
     //
     // A lane makes bits of the pieces of two queries: bit 16 i + k of key k of query i. Then it
     // exchanges them with the lanes that have the queries and keys it needs.
-    __device__ __forceinline__ void take_mask(const void* mask) {
-        shown[0][0] = shown[0][1] = ~0u;
+    __device__ __forceinline__ void look(const Scores& score, int32 query, int32 key) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const SeenRun queries = score.band.queries_of(key + fragment::row_of(2 * r));
+            seen[0][r] = columns::inside<kQueries / 8>(queries, query);
+        }
         if constexpr (plan::kMask) {
-            if (!mask) return;
+            if (!score.mask.data) return;
             wait();
             const uint32 thread = lane();
             const uint32 q = thread % 4 * 2 + thread / 4 % 2 + thread / 8 * 8;
-            shown[0][0] = shown[0][1] = 0;
+            uint32 shown[2] = {};
             const MaskPlace at = {place};
 #pragma unroll
             for (uint32 first = 0; first < kQueries; first += 64) {
@@ -186,9 +191,11 @@ struct Blocks {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const uint32 some = (x >> (8 * r) & 0xffu) | (x >> (8 * r + 8) & 0xff00u);
-                    shown[0][r] = shown[0][r] >> 16 | some << (kQueries == 64 ? 0 : 16);
+                    shown[r] = shown[r] >> 16 | some << (kQueries == 64 ? 0 : 16);
                 }
             }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) seen[0][r] &= shown[r];
             __syncwarp();
         }
     }

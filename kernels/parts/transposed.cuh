@@ -13,10 +13,10 @@ namespace transposed {
 // What makes a score depend on its place.
 constexpr bool kPlaced = plan::kBias || plan::kAlibi;
 
-// What a kernel holds of bias and mask: nothing, so that Scores reads them element by element.
-// Another one is in pair_blocks.cuh.
+// What a kernel has found out of pairs before: nothing, so that Scores reads bias and mask element
+// by element. Another one is in pair_blocks.cuh.
 struct NothingHeld {
-    static constexpr bool kMask = false, kBias = false;
+    static constexpr bool kPairs = false, kBias = false;
     static constexpr bool kMarks = true;  // gradients() does not look up who is hidden: see hide()
 };
 
@@ -82,8 +82,8 @@ __device__ __forceinline__ void soften(float (&s)[kSlabs][kQueries8][4], const S
     }
 }
 
-// Which queries of the fragment see a lane's keys by their position, and by what is held of a mask,
-// as in columns.cuh.
+// Which queries of the fragment see a lane's keys by their position, or by all that is held, as in
+// columns.cuh.
 template <int kQueries8, class Held, int kSlabs>
 __device__ __forceinline__ void look(
     uint32 (&bits)[kSlabs][2], const Held& held, const Scores& score, int32 query, int32 key) {
@@ -91,9 +91,12 @@ __device__ __forceinline__ void look(
     for (int slab = 0; slab < kSlabs; ++slab) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int32 row = key + fragment::kSlab * slab + fragment::row_of(2 * r);
-            bits[slab][r] = columns::inside<kQueries8>(score.band.queries_of(row), query);
-            if constexpr (Held::kMask) bits[slab][r] &= held.shown[slab][r];
+            if constexpr (Held::kPairs) {
+                bits[slab][r] = held.seen[slab][r];
+            } else {
+                const int32 row = key + fragment::kSlab * slab + fragment::row_of(2 * r);
+                bits[slab][r] = columns::inside<kQueries8>(score.band.queries_of(row), query);
+            }
         }
     }
 }
@@ -118,7 +121,7 @@ __device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
         query, key, [&](int slab, int n, int i, int32 at_query, int32 at_key) {
             bool visible = columns::holds(bits[slab][i / 2], n, i % 2);
             if constexpr (plan::kMask) {
-                if (!Held::kMask) visible = visible && score.unmasked(at_query, at_key);
+                if (!Held::kPairs) visible = visible && score.unmasked(at_query, at_key);
             }
             if (!visible) s[slab][n][i] = hidden;
         });
@@ -169,7 +172,7 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
             if constexpr (kPlaced) {
                 float value = softmax::scaled(scale, x);
                 if constexpr (plan::kMask) {
-                    if (!kPlain && !Held::kMask) seen = seen && score.unmasked(at_query, at_key);
+                    if (!kPlain && !Held::kPairs) seen = seen && score.unmasked(at_query, at_key);
                 }
                 if constexpr (plan::kBias) {
                     float added = 0.0f;
