@@ -416,6 +416,9 @@ struct PlaceOfPairs {
 };
 using HeldPairs = pair_blocks::Blocks<plan::kTileQ, PlaceOfPairs>;
 
+// Is it looked up who is seen before dP is begun? Behind it is better, if there are registers.
+constexpr bool kLooksEarly = plan::kTileQ > kGroupRows;
+
 // A warp's scores at a visit, and its first query and key.
 struct VisitedPairs {
     Scores score;
@@ -453,15 +456,17 @@ __device__ __forceinline__ void turn(
             held.bring_mask(x.score, x.query, x.key);
         }
     }
-    hw::mbarrier_wait(smem.dout_full[dout_stage.at()], dout_stage.parity());
-    swizzled::start_a_bt(dp, smem.v, row_group(group) * kGroupRows, dout);
-    if constexpr (HeldPairs::kPairs) {
-        if (!kPlain) {
+    const auto look = [&] {
+        if constexpr (!kPlain && HeldPairs::kPairs) {
             const VisitedPairs x = pairs_at(p, smem, stage, row_of_warp(group));
             held.look(x.score, x.query, x.key);
             held.bring_bias(x.score, x.query, x.key);
         }
-    }
+    };
+    hw::mbarrier_wait(smem.dout_full[dout_stage.at()], dout_stage.parity());
+    if (kLooksEarly) look();
+    swizzled::start_a_bt(dp, smem.v, row_group(group) * kGroupRows, dout);
+    if (!kLooksEarly) look();
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(s));
     hw::pin(swizzled::listed(dp));
