@@ -633,7 +633,7 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
     for (int32 head = 0; head < heads; ++head) {
         const int32 first = uniform(job.queries.any.first);
         for (int32 tile = uniform(job.queries.any.last); tile > first;) {
-            if (uniform(job.queries.hides(tile - 1))) {
+            if (HeldPairs::kPairs || uniform(job.queries.hides(tile - 1))) {
                 --tile;
                 turn<false>(p, smem, sums, at, head == heads - 1 && tile == first);
             } else {
@@ -694,6 +694,7 @@ __device__ __forceinline__ void note(
     job.exists = exists;
     job.queries = {score.band.query_tiles(key, plan::kTileKv, plan::kTileQ),
                    score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ)};
+    if (HeldPairs::kPairs) job.queries.all = {0, 0};  // there is no code for plain tiles
     job.head = work.head * group;
     job.heads = job.queries.any.first < job.queries.any.last ? group : 0;
     job.key = work.entry.first_kv + key;
