@@ -419,6 +419,9 @@ using HeldPairs = pair_blocks::Blocks<plan::kTileQ, PlaceOfPairs>;
 // Is it looked up who is seen before dP is begun? Behind it is better, if there are registers.
 constexpr bool kLooksEarly = plan::kTileQ > kGroupRows;
 
+static_assert(plan::kColumnGroups == 1 || plan::kSplits > 1,
+              "all have read ds of the visit before at the end of a visit: see turn()");
+
 // A warp's scores at a visit, and its first query and key.
 struct VisitedPairs {
     Scores score;
