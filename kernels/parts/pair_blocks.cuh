@@ -128,7 +128,7 @@ __device__ __forceinline__ uint32 bits_of(hw::Vec<uint32, 4> bytes) {
 template <uint32 kQueries, class Place>
 struct Blocks {
     static_assert(kQueries == 64 || kQueries == 128, "queries of 32 lanes, twice or more");
-    static constexpr bool kPairs = plan::kMask || plan::kBias, kBias = plan::kBias;
+    static constexpr bool kPairs = plan::kMask || plan::kBias, kAdds = plan::kBias;
     static constexpr bool kMarks = kQueries > 64 || !kPairs;  // it has few registers left
     static constexpr uint32 kHalf = kQueries / 2;
 

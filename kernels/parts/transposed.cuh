@@ -16,8 +16,9 @@ constexpr bool kPlaced = plan::kBias || plan::kAlibi;
 // What a kernel has found out of pairs before: nothing, so that Scores reads bias and mask element
 // by element. Another one is in pair_blocks.cuh.
 struct NothingHeld {
-    static constexpr bool kPairs = false, kBias = false;
-    static constexpr bool kMarks = true;  // gradients() does not look up who is hidden: see hide()
+    static constexpr bool kPairs = false;  // whom band and mask hide from whom
+    static constexpr bool kAdds = false;   // what a bias adds
+    static constexpr bool kMarks = true;   // gradients() does not look up who is hidden: see hide()
 };
 
 // Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of; `query` and
@@ -160,7 +161,7 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
                 row[i] = rows[8 * n + fragment::col_of(i)];
                 randoms[i] = score.row(at_query);
             }
-            if constexpr (Held::kBias) {
+            if constexpr (Held::kAdds) {
                 if (!kPlain && n % 2 + i == 0) held.added(biases, score, query, key, n / 2);
             }
             float& x = s[slab][n][i];
@@ -176,7 +177,7 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
                 }
                 if constexpr (plan::kBias) {
                     float added = 0.0f;
-                    if constexpr (Held::kBias) {
+                    if constexpr (Held::kAdds) {
                         if (!kPlain) added = biases[n % 2][i];
                     } else if (seen) {
                         added = score.bias_at(at_query, at_key);
