@@ -527,8 +527,12 @@ __device__ __forceinline__ void turn(
     hw::pin(swizzled::listed(sums.dk));
     if constexpr (plan::kSplits > 1) {
         hw::pin(swizzled::listed(dq));
-        if (plan::kBias || p.dq.data) sync_computing();  // nobody needs these queries any more
-        if (p.dq.data) put_dq(smem, dq, group, dq_part(stage, 1), 1);
+        if (p.dq.data) {
+            sync_computing();  // nobody needs these queries any more
+            put_dq(smem, dq, group, dq_part(stage, 1), 1);
+        } else if (plan::kBias) {
+            sync_computing();  // nor this ds: see PlaceOfPairs
+        }
     }
     if (p.dq.data) tell_dq(smem, dq_part(stage, plan::kSplits - 1));
     if (plan::kSplits == 1 || !p.dq.data) arrive(smem.q_empty[stage.at()]);
