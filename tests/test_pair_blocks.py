@@ -162,3 +162,20 @@ def test_packed(backend: Backend, tile: str, kind: str) -> None:
     inputs = Inputs(q, k, v, dout, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
     with using(*_plans(tile, FEATURES)), schedule(5):
         check_backward(both(on(backend, inputs))[2], inputs)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("option", ["mask", "narrow", "float32"])
+def test_hidden_keys_may_hold_anything(backend: Backend, tile: str, option: str) -> None:
+    q, k, v, dout = (x.copy() for x in _arrays(TILES[tile][1], QUERIES, KEYS))
+    k[:, 7], v[:, 7], k[:, 100, 0] = np.inf, np.nan, np.nan
+    mask = _mask(QUERIES, KEYS)
+    mask[:, [7, 100]] = False
+    mask[3] = False  # sees nothing
+    given: dict[str, Any] = {"mask": mask}
+    if option != "mask":
+        bias = np.random.default_rng(1).standard_normal(mask.shape)
+        given = {"bias": np.where(mask, bias, -np.inf).astype(KINDS[option])}
+    inputs = Inputs(q, k, v, dout, **given)
+    with using(*_plans(tile, (next(iter(given)),))), schedule(5):
+        check_backward(both(on(backend, inputs))[2], inputs)
