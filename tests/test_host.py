@@ -123,6 +123,10 @@ def test_lanes(build: Builder, threads: int) -> None:
         odd[40] + 2 * (x > 0).all() + 0 * x,
         np.bitwise_count(x) + 100 * ffs + 10000 * np.array([32 - int(v).bit_length() for v in x]),
         np.minimum(x, 50) + np.maximum(thread, 10),
+        thread
+        + sum(
+            (x * 0x01030201 >> 8 * i & 255) * weight for i, weight in enumerate((1, 32, 64, 128))
+        ),
     ]
     for seed in SEEDS:
         out = np.zeros((len(expected), threads), np.int64)

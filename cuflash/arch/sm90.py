@@ -82,7 +82,7 @@ class BackwardTile(NamedTuple):
 
 
 _BACKWARD = (
-    BackwardTile(64, 128, 128, 1, 1, 2, 2, 2, without=("softcap", "bias", "alibi")),
+    BackwardTile(64, 128, 128, 1, 1, 2, 2, 2, without=("softcap", "alibi")),
     BackwardTile(128, 64, 128, 1, 1, 2, 2, 2),
     BackwardTile(256, 64, 64, 2, 2, 2, 1, 1),
 )

@@ -221,11 +221,12 @@ __device__ __forceinline__ void turn(
     Fragments s, dp;
     fragment::clear(s);
     fragment::add_a_bt(s, smem.k, at.row, q, at.query);
+    const transposed::NothingHeld held;
     transposed::soften<kPlain>(s, score);
-    if (!kPlain) transposed::hide(s, score, query + at.query, at.first_key + at.row);
+    if (!kPlain) transposed::hide(s, held, score, query + at.query, at.first_key + at.row);
     fragment::clear(dp);
     fragment::add_a_bt(dp, smem.v, at.row, dout, at.query);
-    transposed::gradients<kPlain>(s, dp, smem.rows[slot] + at.query, score, query + at.query,
+    transposed::gradients<kPlain>(s, dp, smem.rows[slot] + at.query, held, score, query + at.query,
                                   at.first_key + at.row);
     fragment::store_rounded(smem.factors[0], dp, at.row, at.query);
     if (kThroughShared) fragment::store_rounded(smem.factors[kThroughShared], s, at.row, at.query);

@@ -51,6 +51,7 @@
 #include "hw/semaphore.cuh"
 #include "hw/sync.cuh"
 #include "parts/gradient_mma.cuh"
+#include "parts/pair_blocks.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/special.cuh"
 #include "parts/swizzled.cuh"
@@ -401,6 +402,43 @@ __device__ __forceinline__ bool releases_early(const Job& job) {
     return plan::kSplits == 1 && !job.special && job.queries.hides(job.queries.any.first);
 }
 
+// Where a warp holds what bias and mask have for a visit: where it will put ds itself. Of warps
+// with the same keys each puts its share of the blocks; the same of the visit before has been read,
+// so that there is room for as many blocks again.
+struct PlaceOfPairs {
+    Smem& smem;
+    uint32 visit;
+    int group;
+
+    __device__ __forceinline__ Element* at(uint32 block, uint32 row, uint32 piece) const {
+        constexpr uint32 kSharers = plan::kColumnGroups;
+        ScoreTile& tile = smem.ds[(visit + block % kSharers) % 2];
+        return tile.piece(16 * (block / kSharers * kSharers + column_group(group)) + row,
+                          row_of_warp(group) + 8 * piece);
+    }
+};
+using HeldPairs = pair_blocks::Blocks<plan::kTileQ, PlaceOfPairs>;
+
+// Is it looked up who is seen before dP is begun? Behind it is better, if there are registers.
+constexpr bool kLooksEarly = plan::kTileQ > kGroupRows;
+
+static_assert(plan::kColumnGroups == 1 || plan::kSplits > 1,
+              "all have read ds of the visit before at the end of a visit: see turn()");
+
+// A warp's scores at a visit, and its first query and key.
+struct VisitedPairs {
+    Scores score;
+    int32 query, key;
+};
+__device__ __forceinline__ VisitedPairs pairs_at(const Params& p,
+                                                 const Smem& smem,
+                                                 Stages stage,
+                                                 int row) {
+    const Step& step = smem.steps[stage.at()];
+    const int32 query = step.query, key = smem.job.work.tile * plan::kTileKv + row;
+    return {Scores::of(p, smem.job.work.entry, step.head), query, key};
+}
+
 template <bool kPlain>
 __device__ __forceinline__ void turn(
     const TmaParams& maps, Smem& smem, Sums& sums, Passed& at, bool last = false) {
@@ -417,19 +455,33 @@ __device__ __forceinline__ void turn(
     float s[1][kQueries8][4], dp[1][kQueries8][4];
     hw::mbarrier_wait(smem.q_full[stage.at()], stage.parity());
     swizzled::start_a_bt(s, smem.k, row_group(group) * kGroupRows, q);
+    HeldPairs held = {{smem, stage.count, group}};
+    if constexpr (plan::kMask) {
+        if (!kPlain) {
+            const VisitedPairs x = pairs_at(p, smem, stage, row_of_warp(group));
+            held.bring_mask(x.score, x.query, x.key);
+        }
+    }
+    const auto look = [&] {
+        if constexpr (!kPlain && HeldPairs::kPairs) {
+            const VisitedPairs x = pairs_at(p, smem, stage, row_of_warp(group));
+            held.look(x.score, x.query, x.key);
+            held.bring_bias(x.score, x.query, x.key);
+        }
+    };
     hw::mbarrier_wait(smem.dout_full[dout_stage.at()], dout_stage.parity());
+    if (kLooksEarly) look();
     swizzled::start_a_bt(dp, smem.v, row_group(group) * kGroupRows, dout);
+    if (!kLooksEarly) look();
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(s));
     hw::pin(swizzled::listed(dp));
 
     const int row = row_of_warp(group);
-    const Step& step = smem.steps[stage.at()];
-    const int32 query = step.query, key = job.work.tile * plan::kTileKv + row;
-    const Scores score = Scores::of(p, job.work.entry, step.head);
-    transposed::soften<kPlain>(s, score);
-    if (!kPlain) transposed::hide(s, score, query, key);
-    transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], score, query, key);
+    const VisitedPairs x = pairs_at(p, smem, stage, row);
+    transposed::soften<kPlain>(s, x.score);
+    if (!kPlain) transposed::hide(s, held, x.score, x.query, x.key);
+    transposed::gradients<kPlain>(s, dp, smem.rows[stage.at()], held, x.score, x.query, x.key);
     uint32 weights[kSteps][4], ds[kSteps][4];
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
@@ -481,6 +533,8 @@ __device__ __forceinline__ void turn(
         if (p.dq.data) {
             sync_computing();  // nobody needs these queries any more
             put_dq(smem, dq, group, dq_part(stage, 1), 1);
+        } else if (plan::kBias) {
+            sync_computing();  // nor this ds: see PlaceOfPairs
         }
     }
     if (p.dq.data) tell_dq(smem, dq_part(stage, plan::kSplits - 1));
@@ -589,7 +643,7 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
     for (int32 head = 0; head < heads; ++head) {
         const int32 first = uniform(job.queries.any.first);
         for (int32 tile = uniform(job.queries.any.last); tile > first;) {
-            if (uniform(job.queries.hides(tile - 1))) {
+            if (HeldPairs::kPairs || uniform(job.queries.hides(tile - 1))) {
                 --tile;
                 turn<false>(p, smem, sums, at, head == heads - 1 && tile == first);
             } else {
@@ -651,6 +705,7 @@ __device__ __forceinline__ void note(
     job.exists = exists;
     job.queries = {score.band.query_tiles(key, plan::kTileKv, plan::kTileQ),
                    score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ)};
+    if (HeldPairs::kPairs) job.queries.all = {0, 0};  // there is no code for plain tiles
     job.head = work.head * group;
     job.heads = job.queries.any.first < job.queries.any.last ? group : 0;
     job.key = work.entry.first_kv + key;

@@ -13,6 +13,14 @@ namespace transposed {
 // What makes a score depend on its place.
 constexpr bool kPlaced = plan::kBias || plan::kAlibi;
 
+// What a kernel has found out of pairs before: nothing, so that Scores reads bias and mask element
+// by element. Another one is in pair_blocks.cuh.
+struct NothingHeld {
+    static constexpr bool kPairs = false;  // whom band and mask hide from whom
+    static constexpr bool kAdds = false;   // what a bias adds
+    static constexpr bool kMarks = true;   // gradients() does not look up who is hidden: see hide()
+};
+
 // Calls visit(slab, n, i, query, key) for each pair that the lane holds a score of; `query` and
 // `key` are the first of the fragments.
 template <int kSlabs, int kQueries8, class Visitor>
@@ -75,48 +83,58 @@ __device__ __forceinline__ void soften(float (&s)[kSlabs][kQueries8][4], const S
     }
 }
 
-// Which queries of the fragment see a lane's keys by their position, as in columns.cuh.
-template <int kQueries8, int kSlabs>
-__device__ __forceinline__ void look(uint32 (&bits)[kSlabs][2],
-                                     const Scores& score,
-                                     int32 query,
-                                     int32 key) {
+// Which queries of the fragment see a lane's keys by their position, or by all that is held, as in
+// columns.cuh.
+template <int kQueries8, class Held, int kSlabs>
+__device__ __forceinline__ void look(
+    uint32 (&bits)[kSlabs][2], const Held& held, const Scores& score, int32 query, int32 key) {
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int32 row = key + fragment::kSlab * slab + fragment::row_of(2 * r);
-            bits[slab][r] = columns::inside<kQueries8>(score.band.queries_of(row), query);
+            if constexpr (Held::kPairs) {
+                bits[slab][r] = held.seen[slab][r];
+            } else {
+                const int32 row = key + fragment::kSlab * slab + fragment::row_of(2 * r);
+                bits[slab][r] = columns::inside<kQueries8>(score.band.queries_of(row), query);
+            }
         }
     }
 }
 
+// Does gradients() look up which pairs are hidden? Else hide() has marked them.
+template <class Held>
+constexpr bool kLooksUp = kPlaced || !Held::kMarks;
+
 // Marks the products, or tangents, of pairs that band or mask hide, where gradients() has no other
 // way to know.
-template <int kSlabs, int kQueries8>
+template <class Held, int kSlabs, int kQueries8>
 __device__ __forceinline__ void hide(float (&s)[kSlabs][kQueries8][4],
+                                     const Held& held,
                                      const Scores& score,
                                      int32 query,
                                      int32 key) {
-    if (kPlaced) return;
+    if (kLooksUp<Held>) return;
     const float hidden = hidden_mark(score);
     uint32 bits[kSlabs][2];
-    look<kQueries8>(bits, score, query, key);
-    for_each_pair<kSlabs, kQueries8>(query, key,
-                                     [&](int slab, int n, int i, int32 at_query, int32 at_key) {
-                                         bool visible = columns::holds(bits[slab][i / 2], n, i % 2);
-                                         if constexpr (plan::kMask)
-                                             visible = visible && score.unmasked(at_query, at_key);
-                                         if (!visible) s[slab][n][i] = hidden;
-                                     });
+    look<kQueries8>(bits, held, score, query, key);
+    for_each_pair<kSlabs, kQueries8>(
+        query, key, [&](int slab, int n, int i, int32 at_query, int32 at_key) {
+            bool visible = columns::holds(bits[slab][i / 2], n, i % 2);
+            if constexpr (plan::kMask) {
+                if (!Held::kPairs) visible = visible && score.unmasked(at_query, at_key);
+            }
+            if (!visible) s[slab][n][i] = hidden;
+        });
 }
 
 // Products become weights (P after dropout) and gradients of scores. Those of hidden pairs are 0,
 // whatever else there is of their rows.
-template <bool kPlain, int kSlabs, int kQueries8>
+template <bool kPlain, class Held, int kSlabs, int kQueries8>
 __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
                                           float (&dp)[kSlabs][kQueries8][4],
                                           const RowStats* rows,
+                                          const Held& held,
                                           const Scores& score,
                                           int32 query,
                                           int32 key) {
@@ -126,7 +144,8 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
     if (softened) scale = score.cap;
     const float hidden = hidden_mark(score);
     uint32 bits[kSlabs][2];
-    if (kPlaced && !kPlain) look<kQueries8>(bits, score, query, key);
+    constexpr bool kLooks = !kPlain && kLooksUp<Held>;
+    if (kLooks) look<kQueries8>(bits, held, score, query, key);
     // Of the first query and key; exact as long as sequences are shorter than 2^24.
     float first = 0.0f;
     if constexpr (plan::kAlibi) {
@@ -135,25 +154,34 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
     }
     RowStats row[2];
     Scores::Row randoms[2];
+    float biases[2][4];  // of 16 queries
     for_each_pair<kSlabs, kQueries8>(
         query, key, [&](int slab, int n, int i, int32 at_query, int32 at_key) {
             if (slab == 0 && i < 2) {
                 row[i] = rows[8 * n + fragment::col_of(i)];
                 randoms[i] = score.row(at_query);
             }
+            if constexpr (Held::kAdds) {
+                if (!kPlain && n % 2 + i == 0) held.added(biases, score, query, key, n / 2);
+            }
             float& x = s[slab][n][i];
             float& dx = dp[slab][n][i];
             float slope = 1.0f;
             bool seen = true;
             if (softened) slope = (1.0f - x) * (1.0f + x);
+            if (kLooks) seen = columns::holds(bits[slab][i / 2], n, i % 2);
             if constexpr (kPlaced) {
                 float value = softmax::scaled(scale, x);
-                if (!kPlain) {
-                    seen = columns::holds(bits[slab][i / 2], n, i % 2);
-                    if constexpr (plan::kMask) seen = seen && score.unmasked(at_query, at_key);
+                if constexpr (plan::kMask) {
+                    if (!kPlain && !Held::kPairs) seen = seen && score.unmasked(at_query, at_key);
                 }
                 if constexpr (plan::kBias) {
-                    const float added = seen ? score.bias_at(at_query, at_key) : 0.0f;
+                    float added = 0.0f;
+                    if constexpr (Held::kAdds) {
+                        if (!kPlain) added = biases[n % 2][i];
+                    } else if (seen) {
+                        added = score.bias_at(at_query, at_key);
+                    }
                     value += added;
                     seen = seen && !(added == -softmax::infinity<float>());
                 }
@@ -163,7 +191,7 @@ __device__ __forceinline__ void gradients(float (&s)[kSlabs][kQueries8][4],
                 }
                 x = hw::exp2_approx((value - row[i % 2].lse) * softmax::kLog2e);
             } else {
-                if (!kPlain) seen = x != hidden;
+                if (!kPlain && !kLooks) seen = x != hidden;
                 x = hw::exp2_approx(fmaf(x, scale, -row[i % 2].lse) * softmax::kLog2e);
             }
             dx = score.survives(dx, randoms[i % 2], at_key) * score.kept_factor();

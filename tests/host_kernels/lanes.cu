@@ -7,7 +7,7 @@ struct Params {
     long long* out;      // (kResults, threads)
 };
 
-constexpr int kResults = 13;
+constexpr int kResults = 14;
 constexpr unsigned int kAll = 0xffffffff;
 constexpr unsigned int kEven = 0x55555555;
 
@@ -33,6 +33,8 @@ extern "C" __global__ void lanes(const __grid_constant__ Params p) {
                  10000 * __clz(static_cast<int>(x));
     __syncwarp();
     result[12] = min(x, 50ll) + max(thread, 10);
+    const unsigned int bytes = static_cast<unsigned int>(x) * 0x01030201u;
+    result[13] = __dp4a(bytes, 0x80402001u, static_cast<unsigned int>(thread));
     for (int i = 0; i < kResults; ++i) {
         hw::store(p.out + i * static_cast<int>(blockDim.x) + thread, result[i]);
     }
