@@ -202,8 +202,13 @@ def at_once(do: Callable[[T], U], things: Sequence[T]) -> list[U]:
     """Return what `do` returns of each thing, in threads, as many as there are processors."""
     from concurrent.futures import ThreadPoolExecutor  # which most processes do without
 
-    with ThreadPoolExecutor(_processors()) as pool:
-        return list(pool.map(do, things))
+    try:
+        with ThreadPoolExecutor(_processors()) as pool:
+            return list(pool.map(do, things))
+    except RuntimeError as error:  # no thread can be started, as while the interpreter ends
+        if "thread" not in str(error) and "shutdown" not in str(error):
+            raise
+        return [do(thing) for thing in things]
 
 
 def _processors() -> int:

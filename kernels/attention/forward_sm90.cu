@@ -556,7 +556,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     const Scores score = Scores::of(p, job.work.entry, job.work.head);
     const int32 query = query_of(job), key = tile * plan::kTileKv;
     PairWords<1, kKeys8, kReadsPairs> words;
-    if (kReadsPairs && !kPlain && hides) words.read(score, query, key);
+    if (kReadsPairs && !kPlain && (plan::kBias || hides)) words.read(score, query, key);
     hw::wgmma_wait<kAdds ? 1 : 0>();
     hw::pin(swizzled::listed(s));
     arrive(smem.k_empty[k.at()]);
@@ -588,7 +588,9 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
             return;
         }
     }
-    if (!kPlain && hides) {
+    // With a bias there is no tile that hides nothing; one form takes less time to compile than
+    // two.
+    if (!kPlain && (plan::kBias || hides)) {
         online::finish_scores<true, true>(s, words, score, query, key);
     } else if (kScored) {
         online::finish_scores<false, true>(s, words, score, query, key);
