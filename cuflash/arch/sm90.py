@@ -29,10 +29,10 @@ __all__ = ["ApartTile", "BackwardTile", "Sm90", "Tile", "apart", "backward", "fo
 _MAX_HEAD_DIM = 256
 _LACKING = frozenset({"dropout"})
 _CACHE_BYTES = 32 << 20  # of 50 MB of L2 cache: what is to stay there for a while
-# With a band, jobs of heads of so many columns in all are drawn tile by tile, at least: where jobs
-# of a head wait for one another, and where they do not.
+# With a band, jobs of heads of so many columns in all are drawn tile by tile, at least, where jobs
+# of a head wait for one another. Where they do not, the cache alone decides.
 _COLUMNS_TOGETHER = 2048
-_COLUMNS_TOGETHER_UNORDERED = 2048
+_COLUMNS_TOGETHER_UNORDERED = 1
 
 
 class Tile(NamedTuple):

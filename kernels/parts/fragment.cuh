@@ -38,6 +38,19 @@ __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 3
 __device__ __forceinline__ int row_of(int i) { return lane() / 4 + i / 2 * 8; }
 __device__ __forceinline__ int col_of(int i) { return lane() % 4 * 2 + i % 2; }
 
+// Calls change(x) for each number that a lane has of some fragments.
+template <int kSlabs, int kColumns8, class Change>
+__device__ __forceinline__ void for_each(float (&s)[kSlabs][kColumns8][4], Change change) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+        for (int n = 0; n < kColumns8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) change(s[slab][n][i]);
+        }
+    }
+}
+
 // --- Infinities and NaN: see special.cuh --------------------------------------------------------
 
 // Halves of a word that are not zero, as masks of 16 bits.

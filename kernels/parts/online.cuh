@@ -33,19 +33,7 @@ __device__ __forceinline__ int32 row_at(int32 first, int r) {
     return first + fragment::kSlab * (r / 2) + fragment::row_of(r % 2 * 2);
 }
 
-// Calls change(x) for the score of each pair.
-template <int kSlabs, int kKeys8, class Change>
-__device__ __forceinline__ void for_each(float (&s)[kSlabs][kKeys8][4], Change change) {
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) change(s[slab][n][i]);
-        }
-    }
-}
-
+using fragment::for_each;
 using softmax::kCubic;
 using softmax::kQuintic;
 constexpr float kCapped = softmax::kTinyTangent;  // of the cap: see tanh_tiny()

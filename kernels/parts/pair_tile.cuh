@@ -147,7 +147,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kSlabs][kKeys8][4],
         if (plan::kSoftcap && score.cap > 0.0f) {
             online::soften<kHides || kCopiesMask || kCopiesBias>(s, score);
         } else {
-            online::for_each(s, [&](float& x) { x = softmax::scaled(score.scale, x); });
+            fragment::for_each(s, [&](float& x) { x = softmax::scaled(score.scale, x); });
         }
     }
 #pragma unroll

@@ -44,18 +44,7 @@ __device__ __forceinline__ float hidden_mark(const Scores& score) {
     return score.scale < 0.0f ? softmax::infinity<float>() : -softmax::infinity<float>();
 }
 
-// Calls change(x) for each number of a fragment.
-template <int kSlabs, int kQueries8, class Change>
-__device__ __forceinline__ void for_each(float (&s)[kSlabs][kQueries8][4], Change change) {
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-        for (int n = 0; n < kQueries8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) change(s[slab][n][i]);
-        }
-    }
-}
+using fragment::for_each;
 
 // Products become tanh(score / cap) in their place, if there is a cap, by the formulas of the
 // forward. All lanes of a warp.
