@@ -40,7 +40,7 @@ __all__ = [
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: The files that this process has made, in order.
+#: The files that this process has made.
 made: list[Path] = []
 
 
@@ -191,24 +191,29 @@ def all_cached(files: Sequence[tuple[str, Callable[[Path], None]]]) -> list[Path
     missing = [file for file, path in zip(files, found, strict=True) if path is None]
     if len(missing) > 1:
         folder()  # here, so that its warnings come once
-        made = at_once(lambda file: cached(*file), missing)
+        paths = at_once(lambda file: cached(*file), missing)
     else:
-        made = [cached(*file) for file in missing]
-    rest = iter(made)
+        paths = [cached(*file) for file in missing]
+    rest = iter(paths)
     return [path or next(rest) for path in found]
 
 
 def at_once(do: Callable[[T], U], things: Sequence[T]) -> list[U]:
-    """Return what `do` returns of each thing, in threads, as many as there are processors."""
+    """Return what `do` returns of each thing, in threads, as many as there are processors.
+
+    Where no thread can be started, as while the interpreter ends, one after the other. If one
+    fails, those that have not begun are left out.
+    """
     from concurrent.futures import ThreadPoolExecutor  # which most processes do without
 
-    try:
-        with ThreadPoolExecutor(_processors()) as pool:
-            return list(pool.map(do, things))
-    except RuntimeError as error:  # no thread can be started, as while the interpreter ends
-        if "thread" not in str(error) and "shutdown" not in str(error):
-            raise
-        return [do(thing) for thing in things]
+    with ThreadPoolExecutor(_processors()) as pool:
+        try:
+            results = pool.map(do, things)
+        except RuntimeError:  # of starting: what `do` raises comes with its result
+            pool.shutdown(cancel_futures=True)
+        else:
+            return list(results)
+    return [do(thing) for thing in things]
 
 
 def _processors() -> int:

@@ -39,7 +39,7 @@ def traits(
     aligned = min(row_alignment(forms[name], layout, group) for name in _LOADED[direction])
     boxes = all(_is_movable(forms[name], layout) for name in _MOVED if name in forms)
     found = problem.traits._replace(aligned=aligned, boxes=boxes)
-    if direction == "forward":  # no kernel of the backward copies tiles of these
+    if direction == "forward":  # those of the backward that copy these choose on the GPU
         bias, mask = (forms.get(name) for name in ("bias", "mask"))
         if bias and (at_once := pair_alignment(bias)):
             wide = bias.itemsize == problem.dtype.accum.itemsize

@@ -308,6 +308,30 @@ def test_damaged_libraries_are_made_again(folder: Path, damage: Callable[[bytes]
         assert len(path.read_bytes()) == len(whole)
 
 
+def test_what_fails_in_a_thread_is_not_done_again() -> None:
+    done = []
+
+    def do(x: int) -> int:
+        done.append(x)
+        if x == 1:
+            raise RuntimeError("c++ -fno-threadsafe-statics failed, at threadIdx")
+        return x
+
+    with pytest.raises(RuntimeError, match="threadIdx") as caught:
+        cache.at_once(do, [0, 1, 2, 3])
+    assert len(done) == len(set(done)) and caught.value.__context__ is None
+
+
+def test_where_no_thread_starts_one_is_done_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    assert cache.at_once(str, [1, 2, 3]) == ["1", "2", "3"]
+
+
 def test_processes_may_start_at_once_with_an_empty_cache(folder: Path) -> None:
     code = """
 import sys

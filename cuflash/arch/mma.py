@@ -90,7 +90,6 @@ _BACKWARD = (
     BackwardTile(256, 16, 32, 2, 1, 1, 1, 2, 2, 1),
 )
 _TOGETHER = 2112  # sixteen blocks for each multiprocessor of an H100 or H200
-_TOGETHER_UNORDERED = 2112  # the same of blocks that do not wait for their turn
 
 #: Sets of options that kernels are compiled for, the quickest first. A call gets the first that has
 #: all of its options.
@@ -226,7 +225,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         dq_warps=tile.dq_warps,
         slots=tile.slots,
         blocks_per_sm=tile.blocks_per_sm,
-        together=_TOGETHER if traits.deterministic else _TOGETHER_UNORDERED,
+        together=_TOGETHER,
         ordered=traits.deterministic,
         **flags,
     )

@@ -29,10 +29,6 @@ __all__ = ["ApartTile", "BackwardTile", "Sm90", "Tile", "apart", "backward", "fo
 _MAX_HEAD_DIM = 256
 _LACKING = frozenset({"dropout"})
 _CACHE_BYTES = 32 << 20  # of 50 MB of L2 cache: what is to stay there for a while
-# With a band, jobs of heads of so many columns in all are drawn tile by tile, at least, where jobs
-# of a head wait for one another. Where they do not, the cache alone decides.
-_COLUMNS_TOGETHER = 2048
-_COLUMNS_TOGETHER_UNORDERED = 1
 
 
 class Tile(NamedTuple):
@@ -200,7 +196,6 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
     )
     dim_v = tile.head_dim
     given: dict[str, Any] = {**dict.fromkeys(options, True)}
-    together = _COLUMNS_TOGETHER if traits.deterministic else _COLUMNS_TOGETHER_UNORDERED
     main = BackwardSm90(
         **shared,
         dim_v=dim_v,
@@ -209,7 +204,7 @@ def backward(traits: Traits, tile: BackwardTile, options: frozenset[str] = froze
         dout_stages=tile.dout_stages,
         dq_places=tile.dq_places,
         cache_bytes=_CACHE_BYTES,
-        heads_together=max(together // tile.head_dim, 1),
+        heads_together=2048 // tile.head_dim,
         ordered=traits.deterministic,
         **given,
     )

@@ -273,7 +273,8 @@ __device__ __forceinline__ void add_dq(const float* from, float* sums, int split
     hw::bulk_commit();
 }
 
-// Brings every other part of dq of a job to the sums, in the order of key tiles. One thread.
+// Brings every other part of dq of a job to the sums, with kOrdered in the order of key tiles. One
+// thread.
 __device__ __forceinline__ void bring_dq(
     const Params& p, Smem& smem, const Job& job, DqParts& at, uint32 mine) {
     if (!p.dq.data) return;
@@ -685,14 +686,14 @@ __device__ __forceinline__ bool begin(Smem& smem) {
 
 // Of so many heads jobs are drawn tile by tile. Jobs of one head wait for one another, but q, dout
 // and the sums of dq, which go around the longest, are to stay in an L2 cache. Without a band jobs
-// of a head soon do not wait any more, nor without kOrdered.
+// of a head soon do not wait any more; without kOrdered they hardly do, and the cache decides.
 __device__ __forceinline__ int64 heads_together(const Params& p) {
     constexpr int kRowBytes = (plan::kDim + plan::kDimV) * static_cast<int>(sizeof(Element)) +
                               plan::kDqDim * static_cast<int>(sizeof(float));
-    constexpr int kEven = plan::kHeadsTogether < 2 ? plan::kHeadsTogether : 2;
+    const int64 by_cache = heads_in<Queries>(p, plan::kCacheBytes, kRowBytes);
+    if (!plan::kOrdered) return by_cache;
     const bool even = p.window_left == kOpen && p.window_right == kOpen;
-    return max(heads_in<Queries>(p, plan::kCacheBytes, kRowBytes),
-               int64{even ? kEven : plan::kHeadsTogether});
+    return max(by_cache, int64{even ? 2 : plan::kHeadsTogether});
 }
 
 // Notes what a job has. One thread.

@@ -212,6 +212,7 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
             kind = kPause;
         }
         if (!exists) --left;
+        __syncwarp();  // what was_spoilt() has put back is seen by those who get the slot
         if (hw::elect_one()) {
             job.kind = kind;
             if (kind == kOnce) {
