@@ -59,8 +59,9 @@ def test_jobs_that_hidden_values_spoil(backend: Backend, row: Row, where: str, b
     )
     places = {"first": (0, 1), "last": (1, length - 1), "all": (slice(None), slice(1, None, tile))}
     v[places[where]] = np.inf
+    q[0, 3, 0] = np.nan  # some warps of a job find their results spoilt, others have written theirs
     want = reference.attention(q, k, v, causal=True)
     with using(row.forward, row.backward), schedule(1, blocks):
         got = backend.host(cuflash.attention(*map(backend.array, (q, k, v)), causal=True))
-    assert np.isinf(want).any() and not np.isnan(want).any()
+    assert np.isinf(want).any()
     np.testing.assert_allclose(got.astype(float), want, atol=5e-2 if dtype != "f2" else 5e-3)

@@ -19,9 +19,10 @@
 // products in turns.
 //
 // Where V is infinite or NaN and a row does not see it, 0 * inf spoils its results. Warps find that
-// in the end, write nothing, and the job is done again: then the one who looks searches all tiles
-// that hide something, and the others wait for him. When there is no more work, the taker goes once
-// around the slots, with jobs that are to be done again and pauses between them.
+// in the end, keep the results to themselves, and the job is done again: then the one who looks
+// searches all tiles that hide something, and the others wait for him. When there is no more work,
+// the taker goes once around the slots, with jobs that are to be done again and pauses between
+// them.
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the taker
@@ -219,7 +220,8 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
                 job.work = work;
                 note_keys(p, job);
             } else if (kind != kAgain) {
-                job.keys.any = {0, 0};
+                job.keys = {{0, 0}, {0, 0}};
+                for (SeenTiles& keys : job.keys_of_group) keys = job.keys;
             }
             hw::mbarrier_arrive(smem.job_full[slot.at()]);
         }
@@ -455,7 +457,9 @@ __device__ __forceinline__ void store(const TmaParams& maps,
     const Job& job = smem.jobs[slot.at()];
     const int row = uniform(thread_of_group() / 32 * 16);
     const int32 query = uniform(query_of(job));
-    if (uniform(job.kind == kOnce && hides_any(job.keys)) && spoilt(state)) {
+    const int32 kind = uniform(job.kind);
+    if (kind == kAgain) hw::bulk_wait<0>();  // for what this warp may have written the first time
+    if (kind == kOnce && uniform(hides_any(job.keys)) && spoilt(state)) {
         if (fragment::lane() == 0) smem.spoilt[slot.at()][4 * group + row / 16] = 1;
     } else {
         send(maps, smem.ways[group], state, inverse, job, query, row);
