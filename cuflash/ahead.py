@@ -173,12 +173,14 @@ def _compile(plans: list[UnitPlan], where: Device) -> list[Compiled]:
             )
         return Compiled(name, where.name, path, seconds, path not in cache.made[before:])
 
-    cache.folder()  # before threads ask for it
-    if not where.is_cpu:
+    if where.is_cpu:
+        host.find_compiler()
+    else:
         compile.nvrtc_version()  # loads it, which CuPy must not do in several threads
-        return cache.at_once(one, plans)
-    host.find_compiler()
-    return cache.at_once(one, [None, *plans])
+    units: list[UnitPlan | None] = [None, *plans] if where.is_cpu else [*plans]
+    if cache.problem() is None:
+        return cache.at_once(one, units)
+    return [one(unit) for unit in units]  # all may be there already; ends at the first that is not
 
 
 def _plans(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random calls for as long as you like, and some calls a thousand times.
 
-``python tests/soak.py --backend gpu --seconds 90 --repeats 1000`` runs calls of random dtypes, head
-sizes, options, lengths, strides and values, as ``strategies.py`` draws them, on the kernels that
-users get. Each runs twice: bits must be equal, and results right. Then calls that fill a GPU run
-over and over, and all their bits must be equal.
+``python tests/soak.py --backend gpu --seconds 90 --repeats 1000`` first repeats calls that fill a
+GPU: all their bits must be equal. Then it runs calls of random dtypes, head sizes, options, lengths,
+strides and values, as ``strategies.py`` draws them, on the kernels that users get, which takes a
+minute to compile. Each runs twice: bits must be equal, and results right.
 
 Before a call it is printed, so that one that hangs is known; after a minute Python says where it
 hangs, and ends. The exit status is 1 if anything was wrong.
@@ -121,9 +121,9 @@ def repeated(backend: Backend, small: bool) -> Iterator[tuple[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--seconds", type=float, default=90, help="of random calls")
+    parser.add_argument("--seconds", type=float, default=90, help="of random calls; 0 for none")
     parser.add_argument("--rows", type=int, default=48, help="of dtype, head sizes and options")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile for them")
+    parser.add_argument("--workers", type=int, default=16, help="processes that compile for them")
     parser.add_argument("--repeats", type=int, default=0, help="of each call that is repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the random calls")
     given = parser.parse_args()
@@ -133,7 +133,18 @@ def main() -> int:
         xp = np
     backend = Backend(given.backend, xp)
     where = device.gpu(0) if given.backend == "gpu" else device.CPU
-    rng, calls, faults = random.Random(given.seed), 0, 0
+    faults = 0
+    for name, run in repeated(backend, small=given.backend == "cpu") if given.repeats else ():
+        want, other = run(), 0
+        for _ in range(given.repeats):
+            faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
+            other += not all(bool((x == y).all()) for x, y in zip(run(), want, strict=True))
+        faults += other > 0
+        print(f"{name}: {given.repeats} repeats, {other} with other bits", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    if given.seconds <= 0:
+        return 1 if faults else 0
+    rng, calls = random.Random(given.seed), 0
     rows = [draw(rng, where) for _ in range(given.rows)]
     if given.backend == "gpu":
         spawn = multiprocessing.get_context("spawn")
@@ -150,13 +161,6 @@ def main() -> int:
             print(f"WRONG: {problem}", flush=True)
         calls += 1
     print(f"{calls} random calls in {given.seconds:g} s, {faults} wrong", flush=True)
-    for name, run in repeated(backend, small=given.backend == "cpu") if given.repeats else ():
-        want, other = run(), 0
-        for _ in range(given.repeats):
-            faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
-            other += not all(bool((x == y).all()) for x, y in zip(run(), want, strict=True))
-        faults += other > 0
-        print(f"{name}: {given.repeats} repeats, {other} with other bits", flush=True)
     faulthandler.cancel_dump_traceback_later()
     return 1 if faults else 0
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -335,9 +336,25 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "file"))
     forget()
     message = r"file cannot be used as the cache.* CUFLASH_CACHE_DIR"
+    compiled = []
+    cubin = compile.cubin
+    monkeypatch.setattr(compile, "cubin", lambda *args: compiled.append(args) or cubin(*args))
     with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match=message):
-        cuflash.precompile("float32", 8, direction="forward", arch="sm_75")
+        cuflash.precompile("float32", 8, arch="sm_75")
+    assert len(compiled) == 1  # of several
     forget()
+
+
+def test_a_full_cache_that_cannot_be_written_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = cuflash.precompile("float32", 8, arch="sm_75")
+    monkeypatch.setattr(cache, "_can_write", lambda place: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = cuflash.precompile("float32", 8, arch="sm_75")
+    assert [kernel.path for kernel in again] == [kernel.path for kernel in first]
+    assert all(kernel.cached for kernel in again)
 
 
 def test_every_option_of_kernels_has_a_name() -> None:
