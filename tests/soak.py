@@ -2,9 +2,9 @@
 """Random calls for as long as you like, and some calls a thousand times.
 
 ``python tests/soak.py --backend gpu --seconds 90 --repeats 1000`` first repeats calls that fill a
-GPU: all their bits must be equal. Then it runs calls of random dtypes, head sizes, options, lengths,
-strides and values, as ``strategies.py`` draws them, on the kernels that users get, which takes a
-minute to compile. Each runs twice: bits must be equal, and results right.
+GPU: all their bits must be equal. Then it runs calls of random dtypes, head sizes, options,
+lengths, strides and values, as ``strategies.py`` draws them, on the kernels that users get, which
+takes a minute to compile. Each runs twice: bits must be equal, and results right.
 
 Before a call it is printed, so that one that hangs is known; after a minute Python says where it
 hangs, and ends. The exit status is 1 if anything was wrong.
