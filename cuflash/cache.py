@@ -49,16 +49,26 @@ def wanted() -> Path:
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     if chosen:
         try:
-            # Absolute: a relative one would move with the working directory, and a library whose
-            # path has no slash would be looked for in the system's folders.
-            return Path(chosen).expanduser().absolute()
+            return _absolute(Path(chosen).expanduser())
         except RuntimeError as error:
-            raise RuntimeError(f"CUFLASH_CACHE_DIR is {chosen!r}: {error}") from error
-    base = os.environ.get("XDG_CACHE_HOME")
+            raise RuntimeError(
+                f"CUFLASH_CACHE_DIR is {chosen!r}: {error}; name a folder by its whole path"
+            ) from error
+    base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "cuflash"
+        # A relative one is to be ignored, by the specification.
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "cuflash"
     except RuntimeError:  # no home directory
         return Path(tempfile.gettempdir()) / f"cuflash-{os.getuid()}"
+
+
+@functools.cache
+def _absolute(chosen: Path) -> Path:
+    """Return where a path leads, once and for all: the process may move to another folder.
+
+    Absolute, since a library whose path has no slash would be looked for in the system's folders.
+    """
+    return chosen.absolute()
 
 
 def _is_ours(path: Path) -> bool:
@@ -104,14 +114,16 @@ def _readable(place: Path) -> Path | None:
 def _not_ours(place: Path) -> str:
     return (
         f"not caching in {place}, since it belongs to somebody else or others can write to it "
-        "(chmod go-w); every process compiles its kernels anew"
+        "(chmod go-w); every process compiles its kernels anew: mend that, or name another folder "
+        "in CUFLASH_CACHE_DIR"
     )
 
 
 def _not_writable(place: Path) -> str:
     return (
         f"not caching in {place}, where no file can be made; every process compiles its kernels "
-        "anew: make room there or name another folder in CUFLASH_CACHE_DIR"
+        "anew, but for those that it finds there: make it a folder with room that you can write "
+        "to, or name another one in CUFLASH_CACHE_DIR"
     )
 
 

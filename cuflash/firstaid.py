@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = _Report()
     for line in _versions():
         print(line)
-    print(f"cache: {_cache(report)}")
+    print(f"cache: {_attempt(report, lambda: _cache(report)) or 'none'}")
     print(f"C++ compiler: {_attempt(report, _compiler) or 'none'}")
     has_cupy = _attempt(report, lambda: environment.import_cupy().__version__) is not None
     if has_cupy:
@@ -183,9 +183,12 @@ def _amount(files: Sequence[Path]) -> str:
 
 
 def _clear() -> int:
-    amount = _amount(cache.contents())
     try:
+        amount = _amount(cache.contents())
         cache.clear()
+    except RuntimeError as error:  # there is no such place
+        print(f"problem: {error}")
+        return 1
     except OSError as error:
         print(f"problem: {cache.wanted()} cannot be emptied ({error.strerror})")
         return 1

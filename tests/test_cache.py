@@ -199,6 +199,20 @@ def test_where_the_folder_is(
     assert cache.folder() == Path(want.format(tmp=tmp_path))
 
 
+def test_a_relative_folder_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "further").mkdir()
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", f"relative-{tmp_path.name}")
+    monkeypatch.chdir(tmp_path)
+    before = cache.wanted()
+    monkeypatch.chdir("further")
+    assert cache.wanted() == before == tmp_path / f"relative-{tmp_path.name}"
+    monkeypatch.delenv("CUFLASH_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache.wanted() == Path.home() / ".cache" / "cuflash"
+
+
 def test_a_read_only_folder_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.cached("a.so", build())
     folder.chmod(0o500)

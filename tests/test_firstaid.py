@@ -242,6 +242,14 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert "C++ compiler: none" in done.stdout and "NumPy arrays: do not work" in done.stdout
 
 
+def test_a_cache_whose_name_leads_nowhere() -> None:
+    nowhere = dict(CUFLASH_CACHE_DIR="~nobody-of-this-name/cuflash")
+    for arguments in ("", "['--clear']"):
+        done = run(SELF_TEST.replace("main()", f"main({arguments})"), **nowhere)
+        assert done.returncode == 1
+        assert any("~nobody-of-this-name" in problem for problem in problems(done))
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     want = f"not caching in {tmp_path / 'file'}, where no file can be made; every process compiles"
