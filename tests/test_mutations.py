@@ -876,7 +876,7 @@ MUTANTS = [
                 "special-values-added-to-the-last-job",
                 _SM90,
                 "values",
-                "two",
+                "one",
                 "if (!state.adds) fragment::clear(state.out);",
                 "",
             ),

@@ -18,7 +18,8 @@ from run import on, schedule, using, workspace_bytes
 from strategies import Case, arrays_of, cases
 
 import cuflash
-from cuflash import device, launch, select
+from cuflash import device, select
+from cuflash.describe import describe
 from cuflash.dtypes import DTYPES
 from cuflash.plan import BackwardMma, BackwardRowsMma, BackwardSm90
 from cuflash.problem import FEATURES, Traits
@@ -243,7 +244,7 @@ def test_only_the_kernel_that_adds_up_dq_differs(
 def test_debug_says_so(direction: Literal["forward", "backward"]) -> None:
     facts = device.architecture(9, 0)
     traits = Traits(DTYPES["bfloat16"], 64, 64, deterministic=False)
-    text = launch._describe(direction, traits, facts, select.choose(direction, traits, facts))
+    text = describe(direction, traits, facts, select.choose(direction, traits, facts))
     lines = [line for line in text.splitlines() if line.endswith("; dq is added up in any order")]
     assert len(lines) == (direction == "backward")
     assert all("backward_sm90" in line for line in lines)
