@@ -63,6 +63,10 @@ _TRANSPOSED = "parts/transposed.cuh"
 _HANDED = "parts/gradient_mma.cuh"
 _ROW_STATS = "parts/row_stats.cuh"
 _SM90 = "attention/forward_sm90.cu"
+_SM90_JOBS = "attention/forward_sm90_jobs.cuh"
+_SM90_RESULTS = "attention/forward_sm90_results.cuh"
+_SM90_TILES = "attention/forward_sm90_tiles.cuh"
+_SM90_VALUES = "attention/forward_sm90_values.cuh"
 _ROWS_SM90 = "attention/backward_rows_sm90.cu"
 _GRADIENTS_SM90 = "attention/backward_sm90.cu"
 _APART = "attention/backward_apart_sm90.cuh"
@@ -753,7 +757,7 @@ MUTANTS = [
             ),
             (
                 "values-read-before-they-land",
-                _SM90,
+                _SM90_VALUES,
                 "races",
                 "two",
                 "hw::mbarrier_wait(smem.v_full[v.at()], v.parity());\n    swizzled::start_x_b",
@@ -761,7 +765,7 @@ MUTANTS = [
             ),
             (
                 "stage-filled-while-it-is-read",
-                _SM90,
+                _SM90_TILES,
                 "values",
                 "two",
                 "hw::mbarrier_wait(empty[stage.at()], stage.parity() ^ 1);",
@@ -769,7 +773,7 @@ MUTANTS = [
             ),
             (
                 "special-values-read-while-they-are-cleared",
-                _SM90,
+                _SM90_VALUES,
                 "races",
                 "two",
                 "hw::mbarrier_wait(smem.v_cleared, found - 1);",
@@ -777,7 +781,7 @@ MUTANTS = [
             ),
             (
                 "special-values-cleared-while-they-are-added",
-                _SM90,
+                _SM90_TILES,
                 "races",
                 "two",
                 "hw::mbarrier_wait(smem.special_added, added.parity());",
@@ -785,7 +789,7 @@ MUTANTS = [
             ),
             (
                 "results-overwritten-before-they-left",
-                _SM90,
+                _SM90_RESULTS,
                 "races",
                 "two",
                 "if (kFirst != 1) hw::bulk_wait_read<kFirst == 0 ? 0 : 1>();",
@@ -793,7 +797,7 @@ MUTANTS = [
             ),
             (
                 "tile-of-results-overwritten-before-they-left",
-                _SM90,
+                _SM90_RESULTS,
                 "races",
                 "one",
                 "hw::bulk_wait_read<0>();\n    __syncwarp();",
@@ -834,7 +838,7 @@ MUTANTS = [
             ("phases-of-one-stage", _PIPELINE, "values", "two", "count / kCount % 2", "count % 2"),
             (
                 "values-of-the-next-stage",
-                _SM90,
+                _SM90_VALUES,
                 "values",
                 "two",
                 "return {k.count - 1};",
@@ -866,7 +870,7 @@ MUTANTS = [
             ),
             (
                 "special-values-not-looked-for",
-                _SM90,
+                _SM90_TILES,
                 "values",
                 "two",
                 "job.keys.hides(tile) && swizzled::has_special(values)",
@@ -874,7 +878,7 @@ MUTANTS = [
             ),
             (
                 "special-values-added-to-the-last-job",
-                _SM90,
+                _SM90_VALUES,
                 "values",
                 "one",
                 "if (!state.adds) fragment::clear(state.out);",
@@ -882,7 +886,7 @@ MUTANTS = [
             ),
             (
                 "last-query-of-a-group-sees-less",
-                _SM90,
+                _SM90_JOBS,
                 "values",
                 "one",
                 "query + group * kGroupRows, kGroupRows);",
@@ -948,10 +952,11 @@ MUTANTS = [
         ]
     ),
     *(
-        Mutant(name, _SM90, old, new, kernels="sm90 forward", options=True, by=by, row=row)
-        for name, by, row, old, new in [
+        Mutant(name, file, old, new, kernels="sm90 forward", options=True, by=by, row=row)
+        for name, file, by, row, old, new in [
             (
                 "results-stored-over-the-next-entry",
+                _SM90_RESULTS,
                 "races",  # they are mostly written over by the right ones
                 "two",
                 "plan::kPacked && query + 16 > entry.seqlen_q",
@@ -959,6 +964,7 @@ MUTANTS = [
             ),
             (
                 "keys-of-the-first-entry",
+                _SM90_TILES,
                 "values",
                 "two",
                 "job.row + tile * plan::kTileKv",
