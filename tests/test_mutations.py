@@ -65,7 +65,14 @@ _ROW_STATS = "parts/row_stats.cuh"
 _SM90 = "attention/forward_sm90.cu"
 _ROWS_SM90 = "attention/backward_rows_sm90.cu"
 _GRADIENTS_SM90 = "attention/backward_sm90.cu"
+_GRADIENTS_SM90_TILES = "attention/backward_sm90_tiles.cuh"
+_GRADIENTS_SM90_DQ = "attention/backward_sm90_dq.cuh"
+_GRADIENTS_SM90_JOBS = "attention/backward_sm90_jobs.cuh"
+_GRADIENTS_SM90_SMEM = "attention/backward_sm90_smem.cuh"
 _APART = "attention/backward_apart_sm90.cuh"
+_APART_TILES = "attention/backward_apart_sm90_tiles.cuh"
+_APART_SUMS = "attention/backward_apart_sm90_sums.cuh"
+_APART_JOBS = "attention/backward_apart_sm90_jobs.cuh"
 _WEIGHTS = "parts/weights.cuh"
 _SWIZZLED = "parts/swizzled.cuh"
 _PIPELINE = "parts/pipeline.cuh"
@@ -987,7 +994,7 @@ MUTANTS = [
             ),
             (
                 "steps-written-while-they-are-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "one",
                 "hw::mbarrier_wait(smem.q_empty[at], stage.parity() ^ 1);",
@@ -1027,7 +1034,7 @@ MUTANTS = [
             ),
             (
                 "keys-loaded-while-they-are-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "two",
                 "hw::mbarrier_wait(empty, job.part.parity() ^ 1);",
@@ -1035,7 +1042,7 @@ MUTANTS = [
             ),
             (
                 "values-released-before-special-gradients",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "one",
                 "!job.special && ",
@@ -1043,7 +1050,7 @@ MUTANTS = [
             ),
             (
                 "job-taken-while-the-last-one-is-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "races",
                 "two",
                 "sync_computing();\n    if (threadIdx.x / 32 == ",
@@ -1051,7 +1058,7 @@ MUTANTS = [
             ),
             (
                 "job-read-before-it-is-taken",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "races",
                 "two",
                 "sync_computing();\n    return uniform(smem.job.exists);",
@@ -1059,7 +1066,7 @@ MUTANTS = [
             ),
             (
                 "job-written-over-one-that-is-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "races",
                 "one",
                 "hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);",
@@ -1067,7 +1074,7 @@ MUTANTS = [
             ),
             (
                 "dq-put-before-the-last-one-left",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "races",
                 "one",
                 "if (at.count >= kAgo) hw::",
@@ -1075,7 +1082,7 @@ MUTANTS = [
             ),
             (
                 "dq-released-before-it-is-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "races",
                 "one",
                 "hw::bulk_wait_read<0>();",
@@ -1083,7 +1090,7 @@ MUTANTS = [
             ),
             (
                 "dq-without-a-fence",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "fences",
                 "one",
                 "hw::fence_proxy_async();\n    arrive(smem.dq_full",
@@ -1091,7 +1098,7 @@ MUTANTS = [
             ),
             (
                 "turn-ended-before-dq-is-there",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "races",
                 "one",
                 "hw::bulk_wait<0>();",
@@ -1099,7 +1106,7 @@ MUTANTS = [
             ),
             (
                 "turn-not-waited-for",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "races",
                 "one",
                 "hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split), before);",
@@ -1107,7 +1114,7 @@ MUTANTS = [
             ),
             (
                 "loaded-again-while-it-is-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "races",
                 "two",
                 "sync_computing();\n    if (threadIdx.x == kGroupThreads) {\n        smem.again",
@@ -1115,7 +1122,7 @@ MUTANTS = [
             ),
             (
                 "again-in-the-same-phase",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "one",
                 "smem.again = parity ^ 1;",
@@ -1123,7 +1130,7 @@ MUTANTS = [
             ),
             (
                 "released-before-they-are-looked-through",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "races",
                 "one",
                 "if (visit.hides(job)) {\n            const bool",
@@ -1172,7 +1179,7 @@ MUTANTS = [
             ),
             (
                 "dq-put-into-the-first-columns",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "values",
                 "two",
                 "warp / 4 * kDqShare + split * kDqCols",
@@ -1188,7 +1195,7 @@ MUTANTS = [
             ),
             (
                 "dq-brought-by-both",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "values",
                 "one",
                 "if (at.count % 2 != mine) continue;",
@@ -1196,7 +1203,7 @@ MUTANTS = [
             ),
             (
                 "row-stats-not-waited-for",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "one",
                 "QueryTile::kBytes + kRowBytes",
@@ -1204,7 +1211,7 @@ MUTANTS = [
             ),
             (
                 "last-queries-not-visited",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_SMEM,
                 "values",
                 "one",
                 "--tile >= job",
@@ -1251,21 +1258,21 @@ MUTANTS = [
         for name, file, row, old, new in [
             (
                 "queries-of-the-first-entry",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "one",
                 "full, job.row_q + visit.tile",
                 "full, visit.tile",
             ),
             (
                 "keys-of-the-first-entry-in-the-backward",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "one",
                 "job.key = work.entry.first_kv + key;",
                 "job.key = key;",
             ),
             (
                 "keys-waited-for-in-every-job",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "one",
                 "if (job.heads > 0) part.next();",
                 "part.next();",
@@ -1306,7 +1313,7 @@ MUTANTS = [
         ]
     ),
     *(
-        Mutant(name, _GRADIENTS_SM90, old, new, kernels="sm90 backward", by=by, row=row)
+        Mutant(name, _GRADIENTS_SM90_DQ, old, new, kernels="sm90 backward", by=by, row=row)
         for name, by, row, old, new in [
             (
                 "dq-written-by-the-first-key",
@@ -1349,7 +1356,7 @@ MUTANTS = [
             ),
             (
                 "y-of-dv-read-before-it-lands",
-                _APART,
+                _APART_SUMS,
                 "races",
                 "apart-",
                 "if (kOfWeights) hw::mbarrier_wait(summed_full(smem, stage), stage.parity());",
@@ -1403,7 +1410,7 @@ MUTANTS = [
             ),
             (
                 "own-rows-loaded-over-those-in-use",
-                _APART,
+                _APART_TILES,
                 "races",
                 "apart2",
                 "hw::mbarrier_wait(empty, part.parity() ^ 1);",
@@ -1412,7 +1419,7 @@ MUTANTS = [
             ),
             (
                 "jobs-written-while-they-are-read",
-                _APART,
+                _APART_JOBS,
                 "races",
                 "apart2",
                 "hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);",
@@ -1430,7 +1437,7 @@ MUTANTS = [
             ),
             (
                 "special-rows-not-added",
-                _APART,
+                _APART_SUMS,
                 "values",
                 "apart-",
                 "if (!found) return;\n",
@@ -1439,7 +1446,7 @@ MUTANTS = [
             ),
             (
                 "special-rows-left",
-                _APART,
+                _APART_TILES,
                 "values",
                 "apart-",
                 "swizzled::remove_special<32>(tile, fragment::lane());",
@@ -1448,7 +1455,7 @@ MUTANTS = [
             ),
             (
                 "special-rows-signed",
-                _APART,
+                _APART_SUMS,
                 "values",
                 "apart-",
                 "special::add<kOfWeights>",
@@ -1457,7 +1464,7 @@ MUTANTS = [
             ),
             (
                 "special-rows-read-before-they-are-cleared",
-                _APART,
+                _APART_SUMS,
                 "races",
                 "apart-",
                 "hw::mbarrier_wait(smem.cleared, found - 1);",
@@ -1511,7 +1518,7 @@ MUTANTS = [
             ),
             (
                 "one-head-of-the-group-apart",
-                _APART,
+                _APART_JOBS,
                 "values",
                 "apart-",
                 "job.heads = kQueriesStay ? 1 : group;",
@@ -1520,7 +1527,7 @@ MUTANTS = [
             ),
             (
                 "key-head-of-another-group",
-                _APART,
+                _APART_JOBS,
                 "values",
                 "apart-",
                 "kQueriesStay ? work.head / group",
@@ -1529,7 +1536,7 @@ MUTANTS = [
             ),
             (
                 "statistics-of-the-first-tile",
-                _APART,
+                _APART_SUMS,
                 "values",
                 "apart2",
                 "job.work.head, query / plan::kTileQ)",
@@ -1556,7 +1563,7 @@ MUTANTS = [
             ),
             (
                 "gradients-apart-not-scaled",
-                _APART,
+                _APART_SUMS,
                 "values",
                 "apart-",
                 "kOfWeights ? 1.0f : static_cast<float>(p.scale)",
@@ -1575,7 +1582,7 @@ MUTANTS = [
         ]
     ),
     *(
-        Mutant(name, _APART, old, new, kernels="apart backward", options=True)
+        Mutant(name, _APART_JOBS, old, new, kernels="apart backward", options=True)
         for name, old, new in [
             (
                 "passing-rows-of-the-first-entry",
