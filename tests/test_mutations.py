@@ -68,7 +68,6 @@ _GRADIENTS_SM90 = "attention/backward_sm90.cu"
 _GRADIENTS_SM90_TILES = "attention/backward_sm90_tiles.cuh"
 _GRADIENTS_SM90_DQ = "attention/backward_sm90_dq.cuh"
 _GRADIENTS_SM90_JOBS = "attention/backward_sm90_jobs.cuh"
-_GRADIENTS_SM90_SMEM = "attention/backward_sm90_smem.cuh"
 _APART = "attention/backward_apart_sm90.cuh"
 _APART_TILES = "attention/backward_apart_sm90_tiles.cuh"
 _APART_SUMS = "attention/backward_apart_sm90_sums.cuh"
@@ -76,6 +75,7 @@ _APART_JOBS = "attention/backward_apart_sm90_jobs.cuh"
 _WEIGHTS = "parts/weights.cuh"
 _SWIZZLED = "parts/swizzled.cuh"
 _PIPELINE = "parts/pipeline.cuh"
+_JOBS = "parts/jobs.cuh"
 _COPY = "        if (tile + 1 < keys.last) copy_next(slot ^ 1, tile + 1);"
 _BARRIER = "            __syncthreads();\n        }\n"
 _REALIGN = "attention/realign.cu"
@@ -1211,7 +1211,7 @@ MUTANTS = [
             ),
             (
                 "last-queries-not-visited",
-                _GRADIENTS_SM90_SMEM,
+                _JOBS,
                 "values",
                 "one",
                 "--tile >= job",

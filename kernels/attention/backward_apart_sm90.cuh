@@ -60,6 +60,7 @@
 #include "hw/tma.cuh"
 #include "hw/wgmma.cuh"
 #include "parts/fragment.cuh"
+#include "parts/jobs.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/score.cuh"
 #include "parts/swizzled.cuh"
@@ -221,7 +222,7 @@ __device__ __forceinline__ void run(const TmaParams& p) {
     if (warp >= 4) {
         if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
         Passed at = {warp / 4 - 1, 0, {}};
-        follow(smem, [&](const Job& job) { compute(p.call, smem, job, at); });
+        follow<Slots>(smem, [&](const Job& job) { compute(p.call, smem, job, at); });
         return;
     }
     if constexpr (kGroups > 1) hw::registers_decrease<kFewRegisters>();
@@ -230,12 +231,12 @@ __device__ __forceinline__ void run(const TmaParams& p) {
     } else if (warp == 1) {
         StagesY stage;
         Ring<1> part;
-        follow(smem, [&](const Job& job) {
+        follow<Slots>(smem, [&](const Job& job) {
             if (hw::elect_one()) load_all_y(p, smem, job, stage, part);
         });
     } else if (warp == 2) {
         SummedStages stage;
         Ring<1> added;
-        follow(smem, [&](const Job& job) { look_through(smem, job, stage, added); });
+        follow<Slots>(smem, [&](const Job& job) { look_through(smem, job, stage, added); });
     }
 }

@@ -78,15 +78,3 @@ __device__ __forceinline__ void lead(const TmaParams& maps, Smem& smem) {
         if (!exists) return;
     }
 }
-
-// What the other warps do in each job.
-template <class Role>
-__device__ __forceinline__ void follow(Smem& smem, Role role) {
-    for (Slots slot;; slot.next()) {
-        hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
-        const Job& job = smem.jobs[slot.at()];
-        if (!uniform(job.exists)) return;
-        role(job);
-        arrive(smem.job_empty[slot.at()]);
-    }
-}

@@ -95,23 +95,6 @@ __device__ __forceinline__ hw::MBarrier& summed_empty(Smem& smem, SummedStages s
     return kOfWeights ? smem.y_empty[stage.at()] : smem.x_empty[stage.at()];
 }
 
-// A tile that is walked. Heads come in order, and the tiles of each from the last to the first.
-struct Visit {
-    int32 head, tile;
-
-    __device__ static __forceinline__ Visit first(const Job& job) {
-        return {job.head, job.tiles.any.last - 1};
-    }
-    __device__ __forceinline__ bool exists(const Job& job) const {
-        return head < job.head + job.heads;
-    }
-    __device__ __forceinline__ void next(const Job& job) {
-        if (--tile >= job.tiles.any.first) return;
-        tile = job.tiles.any.last - 1;
-        ++head;
-    }
-};
-
 __device__ __forceinline__ uint32 thread_of_group() {
     return hw::forget(static_cast<uint32>(threadIdx.x)) % kGroupThreads;
 }

@@ -7,6 +7,7 @@
 #include "hw/mbarrier.cuh"
 #include "hw/tma.cuh"
 #include "parts/fragment.cuh"
+#include "parts/jobs.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/row_stats.cuh"
 #include "parts/swizzled.cuh"
@@ -93,7 +94,7 @@ __device__ __forceinline__ void look_through(Smem& smem,
     for (; visit.exists(job); stage.next(), visit.next(job)) {
         hw::mbarrier_wait(summed_full(smem, stage), stage.parity());
         auto& tile = summed(smem)[stage.at()];
-        const bool found = job.tiles.hides(visit.tile) && swizzled::has_special(tile);
+        const bool found = visit.hides(job) && swizzled::has_special(tile);
         if (fragment::lane() == 0) smem.special[stage.at()] = found ? 1 + added.parity() : 0;
         arrive(smem.seen[stage.at()]);
         if (found) {

@@ -61,6 +61,7 @@
 #include "hw/tma.cuh"
 #include "hw/wgmma.cuh"
 #include "parts/fragment.cuh"
+#include "parts/jobs.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/swizzled.cuh"
 #include "parts/transposed.cuh"
@@ -191,13 +192,13 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
         hw::mbarrier_wait(smem.v_full, parity);
     }
     for (int32 head = 0; head < heads; ++head) {
-        const int32 first = uniform(job.queries.any.first);
-        for (int32 tile = uniform(job.queries.any.last); tile > first;) {
-            if (HeldPairs::kPairs || uniform(job.queries.hides(tile - 1))) {
+        const int32 first = uniform(job.tiles.any.first);
+        for (int32 tile = uniform(job.tiles.any.last); tile > first;) {
+            if (HeldPairs::kPairs || uniform(job.tiles.hides(tile - 1))) {
                 --tile;
                 turn<false>(p, smem, sums, at, head == heads - 1 && tile == first);
             } else {
-                const int32 stop = uniform(max(first, job.queries.all.first));
+                const int32 stop = uniform(max(first, job.tiles.all.first));
 #pragma unroll 1
                 for (; tile > stop; --tile) turn<true>(p, smem, sums, at);
             }
@@ -259,10 +260,10 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         lead(p, smem);
     } else if (warp == 1) {
         Stages stage;
-        follow(smem, [&](const Job& job) { look_through(smem, job, stage); });
+        follow<Slots>(smem, [&](const Job& job) { look_through(smem, job, stage); });
     } else {
         DqParts at;
-        follow(smem, [&](const Job& job) {
+        follow<Slots>(smem, [&](const Job& job) {
             if (hw::elect_one()) bring_dq(p.call, smem, job, at, static_cast<uint32>(warp - 2));
         });
     }

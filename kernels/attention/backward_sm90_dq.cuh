@@ -10,6 +10,7 @@
 #include "hw/tma.cuh"
 #include "parts/fragment.cuh"
 #include "parts/gradient_mma.cuh"
+#include "parts/jobs.cuh"
 #include "parts/mask.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/work.cuh"

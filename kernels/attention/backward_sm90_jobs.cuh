@@ -32,11 +32,11 @@ __device__ __forceinline__ void note(
     job.work = work;
     job.part = part;
     job.exists = exists;
-    job.queries = {score.band.query_tiles(key, plan::kTileKv, plan::kTileQ),
-                   score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ)};
-    if (HeldPairs::kPairs) job.queries.all = {0, 0};  // there is no code for plain tiles
+    job.tiles = {score.band.query_tiles(key, plan::kTileKv, plan::kTileQ),
+                 score.plain_query_tiles(key, plan::kTileKv, plan::kTileQ)};
+    if (HeldPairs::kPairs) job.tiles.all = {0, 0};  // there is no code for plain tiles
     job.head = work.head * group;
-    job.heads = job.queries.any.first < job.queries.any.last ? group : 0;
+    job.heads = job.tiles.any.first < job.tiles.any.last ? group : 0;
     job.key = work.entry.first_kv + key;
     job.row_q = work.entry.first_q;
     job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
@@ -72,18 +72,6 @@ __device__ __forceinline__ void lead(const TmaParams& maps, Smem& smem) {
         }
         __syncwarp();
         if (!exists) return;
-    }
-}
-
-// What the other warps do in each job.
-template <class Role>
-__device__ __forceinline__ void follow(Smem& smem, Role role) {
-    for (Slots slot;; slot.next()) {
-        hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
-        const Job& job = smem.jobs[slot.at()];
-        if (!uniform(job.exists)) return;
-        role(job);
-        arrive(smem.job_empty[slot.at()]);
     }
 }
 

@@ -9,6 +9,7 @@
 #include "hw/semaphore.cuh"
 #include "parts/fragment.cuh"
 #include "parts/gradient_mma.cuh"
+#include "parts/jobs.cuh"
 #include "parts/operand.cuh"
 #include "parts/score.cuh"
 #include "parts/special.cuh"

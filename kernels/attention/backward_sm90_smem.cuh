@@ -47,7 +47,7 @@ constexpr int32 kOfKeys = 1, kOfQueries = 2;
 
 // What a block does: some keys.
 struct Job {
-    SeenTiles queries;  // that see any of the keys, and all
+    SeenTiles tiles;  // of queries that see any of the keys, and all
     Work work;
     int32 head, heads;        // of queries: the first, and how many; 0: nobody sees the keys
     int32 key, row_q, batch;  // where boxes begin
@@ -90,27 +90,8 @@ using Stages = Ring<plan::kStages>;
 using DoutStages = Ring<plan::kDoutStages>;
 using DqParts = Ring<2>;  // of all visits: two have a barrier each to wait at
 
-// One turn of the main loop: a query tile of one query head of the group. Heads come in order, and
-// the queries of each from the last to the first.
-struct Visit {
-    int32 head, tile;
-
-    __device__ static __forceinline__ Visit first(const Job& job) {
-        return {job.head, job.queries.any.last - 1};
-    }
-    __device__ __forceinline__ bool exists(const Job& job) const {
-        return head < job.head + job.heads;
-    }
-    __device__ __forceinline__ void next(const Job& job) {
-        if (--tile >= job.queries.any.first) return;
-        tile = job.queries.any.last - 1;
-        ++head;
-    }
-    __device__ __forceinline__ bool hides(const Job& job) const { return job.queries.hides(tile); }
-};
-
 __device__ __forceinline__ bool hides_any(const Job& job) {
-    const TileRange any = job.queries.any, all = job.queries.all;
+    const TileRange any = job.tiles.any, all = job.tiles.all;
     return all.last - all.first < any.last - any.first;
 }
 

@@ -8,6 +8,7 @@
 #include "hw/sync.cuh"
 #include "hw/tma.cuh"
 #include "parts/fragment.cuh"
+#include "parts/jobs.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/row_stats.cuh"
 #include "parts/swizzled.cuh"
@@ -123,5 +124,5 @@ __device__ __forceinline__ void release_keys(Smem& smem) {
 // Does the job's last visit release them by itself, as soon as dq is there? Only where it hides
 // something, as the last one in causal order does, so that plain turns need not know.
 __device__ __forceinline__ bool releases_early(const Job& job) {
-    return plan::kSplits == 1 && !job.special && job.queries.hides(job.queries.any.first);
+    return plan::kSplits == 1 && !job.special && job.tiles.hides(job.tiles.any.first);
 }
