@@ -3,7 +3,6 @@
 // shared memory. The barriers, and kQueriesStay and kOfWeights, are explained there.
 #pragma once
 #include "hw/mbarrier.cuh"
-#include "hw/sync.cuh"
 #include "parts/mask.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/row_stats.cuh"
@@ -93,8 +92,4 @@ __device__ __forceinline__ hw::MBarrier& summed_full(Smem& smem, SummedStages st
 }
 __device__ __forceinline__ hw::MBarrier& summed_empty(Smem& smem, SummedStages stage) {
     return kOfWeights ? smem.y_empty[stage.at()] : smem.x_empty[stage.at()];
-}
-
-__device__ __forceinline__ uint32 thread_of_group() {
-    return hw::forget(static_cast<uint32>(threadIdx.x)) % kGroupThreads;
 }
