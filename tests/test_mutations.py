@@ -69,10 +69,17 @@ _SM90_TILES = "attention/forward_sm90_tiles.cuh"
 _SM90_VALUES = "attention/forward_sm90_values.cuh"
 _ROWS_SM90 = "attention/backward_rows_sm90.cu"
 _GRADIENTS_SM90 = "attention/backward_sm90.cu"
+_GRADIENTS_SM90_TILES = "attention/backward_sm90_tiles.cuh"
+_GRADIENTS_SM90_DQ = "attention/backward_sm90_dq.cuh"
+_GRADIENTS_SM90_JOBS = "attention/backward_sm90_jobs.cuh"
 _APART = "attention/backward_apart_sm90.cuh"
+_APART_TILES = "attention/backward_apart_sm90_tiles.cuh"
+_APART_SUMS = "attention/backward_apart_sm90_sums.cuh"
+_APART_JOBS = "attention/backward_apart_sm90_jobs.cuh"
 _WEIGHTS = "parts/weights.cuh"
 _SWIZZLED = "parts/swizzled.cuh"
 _PIPELINE = "parts/pipeline.cuh"
+_JOBS = "parts/jobs.cuh"
 _COPY = "        if (tile + 1 < keys.last) copy_next(slot ^ 1, tile + 1);"
 _BARRIER = "            __syncthreads();\n        }\n"
 _REALIGN = "attention/realign.cu"
@@ -993,7 +1000,7 @@ MUTANTS = [
             ),
             (
                 "steps-written-while-they-are-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "one",
                 "hw::mbarrier_wait(smem.q_empty[at], stage.parity() ^ 1);",
@@ -1033,7 +1040,7 @@ MUTANTS = [
             ),
             (
                 "keys-loaded-while-they-are-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "two",
                 "hw::mbarrier_wait(empty, job.part.parity() ^ 1);",
@@ -1041,7 +1048,7 @@ MUTANTS = [
             ),
             (
                 "values-released-before-special-gradients",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "one",
                 "!job.special && ",
@@ -1049,7 +1056,7 @@ MUTANTS = [
             ),
             (
                 "job-taken-while-the-last-one-is-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "races",
                 "two",
                 "sync_computing();\n    if (threadIdx.x / 32 == ",
@@ -1057,7 +1064,7 @@ MUTANTS = [
             ),
             (
                 "job-read-before-it-is-taken",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "races",
                 "two",
                 "sync_computing();\n    return uniform(smem.job.exists);",
@@ -1065,7 +1072,7 @@ MUTANTS = [
             ),
             (
                 "job-written-over-one-that-is-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "races",
                 "one",
                 "hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);",
@@ -1073,7 +1080,7 @@ MUTANTS = [
             ),
             (
                 "dq-put-before-the-last-one-left",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "races",
                 "one",
                 "if (at.count >= kAgo) hw::",
@@ -1081,7 +1088,7 @@ MUTANTS = [
             ),
             (
                 "dq-released-before-it-is-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "races",
                 "one",
                 "hw::bulk_wait_read<0>();",
@@ -1089,7 +1096,7 @@ MUTANTS = [
             ),
             (
                 "dq-without-a-fence",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "fences",
                 "one",
                 "hw::fence_proxy_async();\n    arrive(smem.dq_full",
@@ -1097,7 +1104,7 @@ MUTANTS = [
             ),
             (
                 "turn-ended-before-dq-is-there",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "races",
                 "one",
                 "hw::bulk_wait<0>();",
@@ -1105,7 +1112,7 @@ MUTANTS = [
             ),
             (
                 "turn-not-waited-for",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "races",
                 "one",
                 "hw::semaphore_wait(dq_turn(p, entry, visit.head, visit.tile, split), before);",
@@ -1113,7 +1120,7 @@ MUTANTS = [
             ),
             (
                 "loaded-again-while-it-is-read",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "races",
                 "two",
                 "sync_computing();\n    if (threadIdx.x == kGroupThreads) {\n        smem.again",
@@ -1121,7 +1128,7 @@ MUTANTS = [
             ),
             (
                 "again-in-the-same-phase",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "one",
                 "smem.again = parity ^ 1;",
@@ -1129,7 +1136,7 @@ MUTANTS = [
             ),
             (
                 "released-before-they-are-looked-through",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "races",
                 "one",
                 "if (visit.hides(job)) {\n            const bool",
@@ -1178,7 +1185,7 @@ MUTANTS = [
             ),
             (
                 "dq-put-into-the-first-columns",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "values",
                 "two",
                 "warp / 4 * kDqShare + split * kDqCols",
@@ -1194,7 +1201,7 @@ MUTANTS = [
             ),
             (
                 "dq-brought-by-both",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_DQ,
                 "values",
                 "one",
                 "if (at.count % 2 != mine) continue;",
@@ -1202,7 +1209,7 @@ MUTANTS = [
             ),
             (
                 "row-stats-not-waited-for",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "values",
                 "one",
                 "QueryTile::kBytes + kRowBytes",
@@ -1210,7 +1217,7 @@ MUTANTS = [
             ),
             (
                 "last-queries-not-visited",
-                _GRADIENTS_SM90,
+                _JOBS,
                 "values",
                 "one",
                 "--tile >= job",
@@ -1257,21 +1264,21 @@ MUTANTS = [
         for name, file, row, old, new in [
             (
                 "queries-of-the-first-entry",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_TILES,
                 "one",
                 "full, job.row_q + visit.tile",
                 "full, visit.tile",
             ),
             (
                 "keys-of-the-first-entry-in-the-backward",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "one",
                 "job.key = work.entry.first_kv + key;",
                 "job.key = key;",
             ),
             (
                 "keys-waited-for-in-every-job",
-                _GRADIENTS_SM90,
+                _GRADIENTS_SM90_JOBS,
                 "one",
                 "if (job.heads > 0) part.next();",
                 "part.next();",
@@ -1312,7 +1319,7 @@ MUTANTS = [
         ]
     ),
     *(
-        Mutant(name, _GRADIENTS_SM90, old, new, kernels="sm90 backward", by=by, row=row)
+        Mutant(name, _GRADIENTS_SM90_DQ, old, new, kernels="sm90 backward", by=by, row=row)
         for name, by, row, old, new in [
             (
                 "dq-written-by-the-first-key",
@@ -1355,7 +1362,7 @@ MUTANTS = [
             ),
             (
                 "y-of-dv-read-before-it-lands",
-                _APART,
+                _APART_SUMS,
                 "races",
                 "apart-",
                 "if (kOfWeights) hw::mbarrier_wait(summed_full(smem, stage), stage.parity());",
@@ -1409,7 +1416,7 @@ MUTANTS = [
             ),
             (
                 "own-rows-loaded-over-those-in-use",
-                _APART,
+                _APART_TILES,
                 "races",
                 "apart2",
                 "hw::mbarrier_wait(empty, part.parity() ^ 1);",
@@ -1418,7 +1425,7 @@ MUTANTS = [
             ),
             (
                 "jobs-written-while-they-are-read",
-                _APART,
+                _APART_JOBS,
                 "races",
                 "apart2",
                 "hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);",
@@ -1436,7 +1443,7 @@ MUTANTS = [
             ),
             (
                 "special-rows-not-added",
-                _APART,
+                _APART_SUMS,
                 "values",
                 "apart-",
                 "if (!found) return;\n",
@@ -1445,7 +1452,7 @@ MUTANTS = [
             ),
             (
                 "special-rows-left",
-                _APART,
+                _APART_TILES,
                 "values",
                 "apart-",
                 "swizzled::remove_special<32>(tile, fragment::lane());",
@@ -1454,7 +1461,7 @@ MUTANTS = [
             ),
             (
                 "special-rows-signed",
-                _APART,
+                _APART_SUMS,
                 "values",
                 "apart-",
                 "special::add<kOfWeights>",
@@ -1463,7 +1470,7 @@ MUTANTS = [
             ),
             (
                 "special-rows-read-before-they-are-cleared",
-                _APART,
+                _APART_SUMS,
                 "races",
                 "apart-",
                 "hw::mbarrier_wait(smem.cleared, found - 1);",
@@ -1517,7 +1524,7 @@ MUTANTS = [
             ),
             (
                 "one-head-of-the-group-apart",
-                _APART,
+                _APART_JOBS,
                 "values",
                 "apart-",
                 "job.heads = kQueriesStay ? 1 : group;",
@@ -1526,7 +1533,7 @@ MUTANTS = [
             ),
             (
                 "key-head-of-another-group",
-                _APART,
+                _APART_JOBS,
                 "values",
                 "apart-",
                 "kQueriesStay ? work.head / group",
@@ -1535,7 +1542,7 @@ MUTANTS = [
             ),
             (
                 "statistics-of-the-first-tile",
-                _APART,
+                _APART_SUMS,
                 "values",
                 "apart2",
                 "job.work.head, query / plan::kTileQ)",
@@ -1562,7 +1569,7 @@ MUTANTS = [
             ),
             (
                 "gradients-apart-not-scaled",
-                _APART,
+                _APART_SUMS,
                 "values",
                 "apart-",
                 "kOfWeights ? 1.0f : static_cast<float>(p.scale)",
@@ -1581,7 +1588,7 @@ MUTANTS = [
         ]
     ),
     *(
-        Mutant(name, _APART, old, new, kernels="apart backward", options=True)
+        Mutant(name, _APART_JOBS, old, new, kernels="apart backward", options=True)
         for name, old, new in [
             (
                 "passing-rows-of-the-first-entry",
