@@ -152,7 +152,7 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
         }
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) fragment::left(state.weights[j], s[0], j);
-        if (grows && !starts) online::rescale(state.out, scales);
+        if (grows) online::rescale(state.out, scales);
         state.pending = true;
         state.adds = !starts;
     };
@@ -171,9 +171,14 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     } else if (kScored) {
         online::finish_scores<false, true>(s, words, score, query, key);
     }
-    const bool grows = starts || online::outgrown(state.rows, s, state.factor);
+    bool grows = false;
+    if (starts) {
+        state.large = online::begin(state.rows, s, state.factor);
+    } else {
+        grows = online::outgrown(state.rows, s, state.factor);
+        if (grows) state.large = online::raise(state.rows, scales, s, state.factor);
+    }
     float shifts[2];
-    if (grows) state.large = online::raise(state.rows, scales, s, state.factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) shifts[r] = state.rows[r].shift(state.factor);
     if (state.large) online::compare_first(s, state.rows, shifts);

@@ -212,6 +212,54 @@ __device__ __forceinline__ bool outgrown(const LazyRow (&rows)[2 * kSlabs],
     return __any_sync(0xffffffffu, grows);
 }
 
+// The largest scores of rows, over all lanes. Rows go through it together: each waits for one
+// number after the other.
+template <int kSlabs, int kKeys8>
+__device__ __forceinline__ void row_maxima(float (&largest)[2 * kSlabs],
+                                           const float (&s)[kSlabs][kKeys8][4]) {
+#pragma unroll
+    for (int n = 0; n < kKeys8; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2 * kSlabs; ++r) {
+            const float (&x)[4] = s[r / 2][n];
+            const float two = softmax::larger(x[r % 2 * 2], x[r % 2 * 2 + 1]);
+            largest[r] = n == 0 ? two : softmax::larger(largest[r], two);
+        }
+    }
+#pragma unroll
+    for (int step = 2; step > 0; step /= 2) {
+        float others[2 * kSlabs];
+#pragma unroll
+        for (int r = 0; r < 2 * kSlabs; ++r) {
+            others[r] = __shfl_xor_sync(0xffffffffu, largest[r], step);
+        }
+#pragma unroll
+        for (int r = 0; r < 2 * kSlabs; ++r) largest[r] = softmax::larger(largest[r], others[r]);
+    }
+}
+
+// Has a row of the warp a large shift?
+template <int kRows>
+__device__ __forceinline__ bool any_large(const LazyRow (&rows)[kRows], float factor) {
+    bool large = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) large |= rows[r].is_large(factor);
+    return __any_sync(0xffffffffu, large);
+}
+
+// Makes the maxima of their first scores the references of rows, which are empty. Returns whether a
+// row of the warp has a large shift.
+template <int kSlabs, int kKeys8>
+__device__ __forceinline__ bool begin(LazyRow (&rows)[2 * kSlabs],
+                                      const float (&s)[kSlabs][kKeys8][4],
+                                      float factor) {
+    float largest[2 * kSlabs];
+    row_maxima(largest, s);
+#pragma unroll
+    for (int r = 0; r < 2 * kSlabs; ++r) rows[r] = LazyRow::starting_at(largest[r]);
+    return any_large(rows, factor);
+}
+
 // Moves the references of rows to their maxima. What was summed up before is to be rescaled by
 // `scales`. Returns whether a row of the warp has a large shift.
 template <int kSlabs, int kKeys8>
@@ -219,19 +267,11 @@ __device__ __forceinline__ bool raise(LazyRow (&rows)[2 * kSlabs],
                                       float (&scales)[2 * kSlabs],
                                       const float (&s)[kSlabs][kKeys8][4],
                                       float factor) {
-    bool large = false;
+    float largest[2 * kSlabs];
+    row_maxima(largest, s);
 #pragma unroll
-    for (int r = 0; r < 2 * kSlabs; ++r) {
-        float largest = -softmax::infinity<float>();
-#pragma unroll
-        for (int n = 0; n < kKeys8; ++n) {
-            const float (&x)[4] = s[r / 2][n];
-            largest = softmax::larger(largest, softmax::larger(x[r % 2 * 2], x[r % 2 * 2 + 1]));
-        }
-        scales[r] = rows[r].raise(softmax::row_max<4>(largest), factor);
-        large = large || rows[r].is_large(factor);
-    }
-    return __any_sync(0xffffffffu, large);
+    for (int r = 0; r < 2 * kSlabs; ++r) scales[r] = rows[r].raise(largest[r], factor);
+    return any_large(rows, factor);
 }
 
 template <int kSlabs, int kCols8>

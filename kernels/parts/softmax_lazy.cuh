@@ -25,7 +25,12 @@ struct LazyRow {
     float reference;
     float sum;  // of the columns that the calling lane has seen
 
-    __device__ static __forceinline__ LazyRow empty() { return {-infinity<float>(), 0.0f}; }
+    __device__ static __forceinline__ LazyRow empty() { return starting_at(-infinity<float>()); }
+
+    // One whose first scores are no larger than that, or NaN.
+    __device__ static __forceinline__ LazyRow starting_at(float largest) {
+        return {larger(-infinity<float>(), largest), 0.0f};
+    }
 
     // The reference, or 0 where the row has seen no key, or an infinite score: there would be
     // inf - inf.
@@ -50,7 +55,7 @@ struct LazyRow {
     __device__ __forceinline__ float raise(float candidate, float factor) {
         const LazyRow before = *this;
         reference = larger(reference, candidate);
-        const float steps = before.is_large(factor) || is_large(factor)
+        const float steps = static_cast<bool>(before.is_large(factor) | is_large(factor))
                                 ? (before.base() - base()) * factor
                                 : before.shift(factor) - shift(factor);
         float scale = hw::exp2_approx(steps);
