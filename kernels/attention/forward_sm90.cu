@@ -27,7 +27,7 @@
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the taker
 //   job_empty[slot]   lanes of all other warps: who computes, once its results are on their way
-//   q_full[place]     the taker, and the bytes of Q
+//   q_full[place]     the taker, once it has told the job, and the bytes of Q
 //   q_empty[place]    lanes of the computing warps
 //   k_full, v_full    the loader, and the bytes of a tile
 //   k_empty, v_empty  lanes of the computing warps; of V also the one who looks
@@ -218,45 +218,43 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
     Slots slot;
     if (kInTurns && group == kGroups - 1) hw::named_barrier_arrive(1, 2 * kGroupThreads);
     for (;; slot.next()) {
-        hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
+        const Places place = {slot.count};
+        hw::mbarrier_wait(smem.q_full[place.at()], place.parity());
         const Job& job = smem.jobs[slot.at()];
         const int32 kind = uniform(job.kind);
-        const SeenTiles keys = job.keys, own = job.keys_of_group[group];
-        int32 tile = uniform(keys.any.last);
-        const bool works = kind == kOnce || kind == kAgain;
-        const bool begins = works && uniform(own.has(tile - 1));  // with the block's first tile
+        const SeenTiles keys = uniform(job.keys), own = uniform(job.keys_of_group[group]);
+        int32 tile = keys.any.last;
+        const int32 first = keys.any.first;
+        const bool begins = own.has(tile - 1);  // with the block's first tile
         if (kFlat && unfinished && !(state.pending && begins)) {
             finish(maps, smem, state, at, {slot.count - 1});
         }
         if (kind == kEnd) break;
-        const Places place = {slot.count};
-        hw::mbarrier_wait(smem.q_full[place.at()], place.parity());
         if (kind == kPause) {
             arrive(smem.q_empty[place.at()]);
             arrive(smem.job_empty[slot.at()]);
             unfinished = false;
             continue;
         }
-        if (uniform(own.any.first >= own.any.last)) {
+        const Caution caution = kind == kAgain ? kWaits : hides_any(keys) ? kLooks : kNone;
+        if (own.any.first >= own.any.last) {
+            state.caution = caution;
             start(p, state, job);
             fragment::clear(state.out);
         } else if (negates) {
             negate(smem.q[place.at()][group]);
         }
         bool starts = true;
-        const int32 first = uniform(keys.any.first);
-        // Of these tiles nothing is hidden from the group, nor from others of the block.
-        const TileRange plain = {uniform(max(keys.all.first, own.all.first)),
-                                 uniform(min(keys.all.last, own.all.last))};
+        const TileRange& plain = keys.all;  // nothing of them is hidden from anybody
         while (tile > first) {
             --tile;
             bool hides = false;
             if (!plain.holds(tile)) {
-                if (!uniform(own.has(tile))) {
-                    pass(smem, state, at, kind == kAgain && uniform(keys.hides(tile)));
+                if (!own.has(tile)) {
+                    pass(smem, state, at, kind == kAgain && keys.hides(tile));
                     continue;
                 }
-                hides = uniform(own.hides(tile));
+                hides = own.hides(tile);
             }
             if (!state.pending) {
                 turn<false, false>(maps, smem, state, at, slot, tile, starts, hides);
@@ -270,7 +268,8 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
                 }
             }
             starts = false;
-            if (kind == kAgain && uniform(keys.hides(tile))) {
+            state.caution = caution;
+            if (kind == kAgain && keys.hides(tile)) {
                 add_special(p, smem, state, at, job, tile);
             }
         }

@@ -110,9 +110,8 @@ __device__ __forceinline__ void store(const TmaParams& maps,
     const Job& job = smem.jobs[slot.at()];
     const int row = uniform(thread_of_group() / 32 * 16);
     const int32 query = uniform(query_of(job));
-    const int32 kind = uniform(job.kind);
-    if (kind == kAgain) hw::bulk_wait<0>();  // for what this warp may have written the first time
-    if (kind == kOnce && uniform(hides_any(job.keys)) && spoilt(state)) {
+    if (state.caution == kWaits) hw::bulk_wait<0>();
+    if (state.caution == kLooks && spoilt(state)) {
         if (fragment::lane() == 0) smem.spoilt[slot.at()][4 * group + row / 16] = 1;
     } else {
         send(maps, smem.ways[group], state, inverse, job, query, row);

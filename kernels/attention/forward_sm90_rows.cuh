@@ -22,6 +22,10 @@ __device__ __forceinline__ int32 query_of(const Job& job) {
     return job.work.tile * plan::kTileQ + warp * 16;
 }
 
+// What is asked before a warp stores its results: nothing; whether they are spoilt; that what it may
+// have stored the first time has arrived.
+enum Caution { kNone, kLooks, kWaits };
+
 // What a thread knows of its rows while it walks the keys.
 struct State {
     LazyRow rows[2];
@@ -33,6 +37,7 @@ struct State {
     bool pending;               // they have not met their values yet,
     bool adds;                  // whose product is to be added to earlier ones
     bool large;                 // a row of the warp has a large shift
+    Caution caution;            // of the job whose results these are
 };
 
 // Rows before their first tile.

@@ -73,6 +73,11 @@ using Slots = Ring<kJobs>;
 using Places = Ring<plan::kSlots>;  // of the queries of a job, which has the same number in both
 using Stages = Ring<plan::kStages>;
 
+__device__ __forceinline__ SeenTiles uniform(const SeenTiles& tiles) {
+    return {{uniform(tiles.any.first), uniform(tiles.any.last)},
+            {uniform(tiles.all.first), uniform(tiles.all.last)}};
+}
+
 __device__ __forceinline__ bool hides_any(const SeenTiles& tiles) {
     return tiles.all.last - tiles.all.first < tiles.any.last - tiles.any.first;
 }
