@@ -63,7 +63,7 @@ class ForwardSm90(KernelPlan):
 
     def boxes(self) -> dict[str, Box]:
         return {
-            "q": box(64, self.dim),
+            "q": box(self.tile_q, self.dim),
             "k": box(self.tile_kv, self.dim),
             "v": box(self.tile_kv, self.dim_v),
             "out": box(16, self.dim_v),

@@ -122,7 +122,8 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     at.k.next();
     hw::mbarrier_wait(smem.k_full[k.at()], k.parity());
     take_turn(at.group, [&] {
-        swizzled::start_a_bt(s, smem.q[Places{slot.count}.at()][at.group], 0, smem.k[k.at()]);
+        swizzled::start_a_bt(s, smem.q[Places{slot.count}.at()], kGroupRows * at.group,
+                             smem.k[k.at()]);
         if (kAdds) start_product(smem, state, v);
     });
     if (starts) {
@@ -199,11 +200,16 @@ __device__ __forceinline__ void finish(
 }
 
 // Scores are in units of |scale|: the queries of a negative one change their signs.
-__device__ __forceinline__ void negate(QueryTile& q) {
-    auto* const words = reinterpret_cast<uint32*>(q.at);
+__device__ __forceinline__ void negate(QueryTile& q, int group) {
+    constexpr int kWords = QueryTile::kRowBytes / 4 * kGroupRows;  // of a chunk
+    auto* const words = reinterpret_cast<uint32*>(q.at) + group * kWords;
 #pragma unroll 1
-    for (int i = thread_of_group(); i < QueryTile::kBytes / 4; i += kGroupThreads)
-        words[i] ^= 0x80008000u;
+    for (int c = 0; c < QueryTile::kChunks; ++c) {
+#pragma unroll 1
+        for (int i = thread_of_group(); i < kWords; i += kGroupThreads) {
+            words[c * (QueryTile::kChunkBytes / 4) + i] ^= 0x80008000u;
+        }
+    }
     hw::fence_proxy_async();
     sync_group();
 }
@@ -242,7 +248,7 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
             start(p, state, job);
             fragment::clear(state.out);
         } else if (negates) {
-            negate(smem.q[place.at()][group]);
+            negate(smem.q[place.at()], group);
         }
         bool starts = true;
         const TileRange& plain = keys.all;  // nothing of them is hidden from anybody
@@ -283,33 +289,16 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
 extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     forward_sm90(const __grid_constant__ TmaParams p) {
     Smem& smem = hw::shared_memory<Smem>();
-    if (threadIdx.x == 0) {
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+    if (warp == 1) {
+        prepare(smem);
+    } else if (warp == 2 && hw::elect_one()) {
         hw::prefetch(p.q);
         hw::prefetch(p.k);
         hw::prefetch(p.v);
         hw::prefetch(p.o);
-        for (int i = 0; i < kJobs; ++i) {
-            hw::mbarrier_init(smem.job_full[i], 1);
-            hw::mbarrier_init(smem.job_empty[i], kComputingWarps + 3);
-            for (int32& results : smem.spoilt[i]) results = 0;
-        }
-        for (int i = 0; i < plan::kSlots; ++i) {
-            hw::mbarrier_init(smem.q_full[i], 1);
-            hw::mbarrier_init(smem.q_empty[i], kComputingWarps);
-        }
-        for (int i = 0; i < plan::kStages; ++i) {
-            hw::mbarrier_init(smem.k_full[i], 1);
-            hw::mbarrier_init(smem.k_empty[i], kComputingWarps);
-            hw::mbarrier_init(smem.v_full[i], 1);
-            hw::mbarrier_init(smem.v_seen[i], 1);
-            hw::mbarrier_init(smem.v_empty[i], kComputingWarps + 1);
-        }
-        hw::mbarrier_init(smem.special_added, kComputingWarps);
-        hw::mbarrier_init(smem.v_cleared, 1);
-        hw::fence_mbarrier_init();
     }
-    __syncthreads();
-    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+    if (warp != 0) await_prepared();  // the taker does when it has found something
     if (warp >= 4) {
         if constexpr (kGroups > 1) hw::registers_increase<kRegisters>();
         compute(p, smem, warp / 4 - 1);

@@ -31,17 +31,32 @@ __device__ __forceinline__ int64 part_at(const Params& p, int64 index) {
     return interleaved<Queries, plan::kTileQ>(p, index, even ? 1 : heads);
 }
 
-// Notes what keys a job has. One thread.
-__device__ __forceinline__ void note_keys(const Params& p, Job& job) {
-    job.head_kv = job.work.head / (p.heads_q / p.heads_kv);
-    job.row = job.work.entry.first_kv;
-    job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(job.work.entry.batch);
-    const Scores score = Scores::of(p, job.work.entry, job.work.head);
-    const int32 query = job.work.tile * plan::kTileQ;
-    job.keys = seen_tiles(score, query, plan::kTileQ);
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) {
-        job.keys_of_group[group] = seen_tiles(score, query + group * kGroupRows, kGroupRows);
+// Notes what a job is: the block's share of it by a lane, and each warpgroup's by another. A warp.
+__device__ __forceinline__ void note(const Params& p, Job& job, const Work& work) {
+    static_assert(kGroups < 32, "a lane each");
+    const int lane = fragment::lane();
+    if (lane > kGroups) return;
+    const bool all = lane == kGroups;
+    const Scores score = Scores::of(p, work.entry, work.head);
+    const SeenTiles keys =
+        seen_tiles(score, work.tile * plan::kTileQ + (all ? 0 : lane * kGroupRows),
+                   all ? plan::kTileQ : kGroupRows);
+    if (!all) {
+        job.keys_of_group[lane] = keys;
+        return;
+    }
+    job.keys = keys;
+    job.work = work;
+    job.head_kv = work.head / (p.heads_q / p.heads_kv);
+    job.row = work.entry.first_kv;
+    job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
+}
+
+// Notes a job that has no keys. A warp.
+__device__ __forceinline__ void note_nothing(Job& job) {
+    const int lane = fragment::lane();
+    if (lane <= kGroups) {
+        (lane == kGroups ? job.keys : job.keys_of_group[lane]) = {{0, 0}, {0, 0}};
     }
 }
 
@@ -58,6 +73,20 @@ __device__ __forceinline__ bool was_spoilt(Smem& smem, Slots slot) {
     return __any_sync(0xffffffffu, spoilt);
 }
 
+// Are results of jobs spoilt that are in the slots behind this one? Waits until those jobs are
+// done; not for that before this slot, whose results may be pending. A warp.
+__device__ __forceinline__ bool any_spoilt(Smem& smem, Slots slot) {
+    bool spoilt = false;
+#pragma unroll 1
+    for (int i = 2; i < kJobs; ++i) {
+        slot.next();
+        hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
+        const int lane = fragment::lane();
+        spoilt = spoilt || (lane < kComputingWarps && smem.spoilt[slot.at()][lane] != 0);
+    }
+    return __any_sync(0xffffffffu, spoilt);
+}
+
 // Puts one job after the other into the slots, and starts to bring their queries. A warp.
 __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
     const Params& p = maps.call;
@@ -68,11 +97,13 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
     bool hides = false;   // a job that hides something was taken
     int left = kJobs;     // slots to be gone around in the end
     Work work = {slack(Queries(), 0, 0), 0, 0};
-    for (;; slot.next()) {
-        while (!exists && index < parts) {
-            exists = work_at<Queries, plan::kTileQ>(p, part_at(p, index), work);
-            index = draw(p, parts);
+    for (bool begun = false;; slot.next(), begun = true) {
+        // What is first looked up needs no barrier, and the first job no ticket.
+        for (bool drawn = !begun; !exists && index < parts; drawn = false) {
+            if (!drawn) index = draw(p, parts);
+            exists = index < parts && work_at<Queries, plan::kTileQ>(p, part_at(p, index), work);
         }
+        if (!begun) await_prepared();
         hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
         Job& job = smem.jobs[slot.at()];
         int32 kind = kEnd;
@@ -80,24 +111,17 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
             kind = kAgain;
         } else if (exists) {
             kind = kOnce;
-        } else if (hides && left > 0) {
+        } else if (hides && left > 0 && (left == kJobs || any_spoilt(smem, slot))) {
             kind = kPause;
         }
         if (!exists) --left;
-        __syncwarp();  // what was_spoilt() has put back is seen by those who get the slot
-        if (hw::elect_one()) {
-            job.kind = kind;
-            if (kind == kOnce) {
-                job.work = work;
-                note_keys(p, job);
-            } else if (kind != kAgain) {
-                job.keys = {{0, 0}, {0, 0}};
-                for (SeenTiles& keys : job.keys_of_group) keys = job.keys;
-            }
-            hw::mbarrier_arrive(smem.job_full[slot.at()]);
+        if (kind == kOnce) {
+            note(p, job, work);
+        } else if (kind != kAgain) {
+            note_nothing(job);
         }
-        __syncwarp();
-        if (kind == kEnd) return;
+        if (fragment::lane() == 0) job.kind = kind;
+        arrive(smem.job_full[slot.at()]);
         if (kind == kOnce) {
             exists = false;
             hides = hides || hides_any(job.keys);
@@ -105,5 +129,6 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
         const Places place = {slot.count};  // all lanes wait for it, in fewer registers than one
         hw::mbarrier_wait(smem.q_empty[place.at()], place.parity() ^ 1);
         if (hw::elect_one()) bring_queries(maps, smem, slot);
+        if (kind == kEnd) return;
     }
 }

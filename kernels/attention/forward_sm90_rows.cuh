@@ -22,8 +22,8 @@ __device__ __forceinline__ int32 query_of(const Job& job) {
     return job.work.tile * plan::kTileQ + warp * 16;
 }
 
-// What is asked before a warp stores its results: nothing; whether they are spoilt; that what it may
-// have stored the first time has arrived.
+// What is asked before a warp stores its results: nothing; whether they are spoilt; that what it
+// may have stored the first time has arrived.
 enum Caution { kNone, kLooks, kWaits };
 
 // What a thread knows of its rows while it walks the keys.

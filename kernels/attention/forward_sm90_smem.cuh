@@ -3,6 +3,8 @@
 // shared memory. The barriers are explained there.
 #pragma once
 #include "hw/mbarrier.cuh"
+#include "hw/sync.cuh"
+#include "parts/fragment.cuh"
 #include "parts/mask.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/swizzled.cuh"
@@ -25,7 +27,7 @@ static_assert(plan::kThreads == kGroupThreads * (kGroups + 1), "the plan and the
 constexpr int kRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 112;
 constexpr int kFewRegisters = kGroups == 2 ? 40 : 32;
 
-using QueryTile = swizzled::Tile<kGroupRows, plan::kDim>;
+using QueryTile = swizzled::Tile<plan::kTileQ, plan::kDim>;
 using KeyTile = swizzled::Tile<plan::kTileKv, plan::kDim>;
 using ValueTile = swizzled::Tile<plan::kTileKv, plan::kDimV>;
 using OutTile = swizzled::Tile<kGroupRows, plan::kDimV>;
@@ -54,7 +56,7 @@ struct Way<false> {
 };
 
 struct Smem {
-    QueryTile q[plan::kSlots][kGroups];
+    QueryTile q[plan::kSlots];
     Way<kFlat> ways[kGroups];
     KeyTile k[plan::kStages];
     ValueTile v[plan::kStages];
@@ -72,6 +74,38 @@ static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 using Slots = Ring<kJobs>;
 using Places = Ring<plan::kSlots>;  // of the queries of a job, which has the same number in both
 using Stages = Ring<plan::kStages>;
+
+// Makes the barriers, and notes that no results are spoilt. A warp.
+__device__ __forceinline__ void prepare(Smem& smem) {
+    static_assert(kJobs <= 32 && plan::kSlots <= 32 && plan::kStages <= 32, "a lane each");
+    const int lane = fragment::lane();
+    if (lane < kJobs) {
+        hw::mbarrier_init(smem.job_full[lane], 1);
+        hw::mbarrier_init(smem.job_empty[lane], kComputingWarps + 3);
+        for (int32& results : smem.spoilt[lane]) results = 0;
+    }
+    if (lane < plan::kSlots) {
+        hw::mbarrier_init(smem.q_full[lane], 1);
+        hw::mbarrier_init(smem.q_empty[lane], kComputingWarps);
+    }
+    if (lane < plan::kStages) {
+        hw::mbarrier_init(smem.k_full[lane], 1);
+        hw::mbarrier_init(smem.k_empty[lane], kComputingWarps);
+        hw::mbarrier_init(smem.v_full[lane], 1);
+        hw::mbarrier_init(smem.v_seen[lane], 1);
+        hw::mbarrier_init(smem.v_empty[lane], kComputingWarps + 1);
+    }
+    if (lane == 0) {
+        hw::mbarrier_init(smem.special_added, kComputingWarps);
+        hw::mbarrier_init(smem.v_cleared, 1);
+    }
+    hw::fence_mbarrier_init();
+}
+
+// Waits until there are barriers. All warps.
+__device__ __forceinline__ void await_prepared() {
+    hw::named_barrier_sync(2 * kGroups + 1, plan::kThreads);
+}
 
 __device__ __forceinline__ SeenTiles uniform(const SeenTiles& tiles) {
     return {{uniform(tiles.any.first), uniform(tiles.any.last)},

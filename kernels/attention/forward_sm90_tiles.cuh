@@ -19,12 +19,9 @@ __device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem,
         hw::mbarrier_arrive(full);
         return;
     }
-    hw::mbarrier_arrive_expect_tx(full, kGroups * QueryTile::kBytes);
-    int32 row = job.work.entry.first_q + job.work.tile * plan::kTileQ;
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group, row += kGroupRows) {
-        swizzled::load(smem.q[place.at()][group], maps.q, full, row, job.work.head, job.batch);
-    }
+    hw::mbarrier_arrive_expect_tx(full, QueryTile::kBytes);
+    swizzled::load(smem.q[place.at()], maps.q, full,
+                   job.work.entry.first_q + job.work.tile * plan::kTileQ, job.work.head, job.batch);
 }
 
 // Brings the keys or the values of all jobs. One thread.
