@@ -21,8 +21,8 @@
 // Where V is infinite or NaN and a row does not see it, 0 * inf spoils its results. Warps find that
 // in the end, keep the results to themselves, and the job is done again: then the one who looks
 // searches all tiles that hide something, and the others wait for him. When there is no more work,
-// the taker goes once around the slots, with jobs that are to be done again and pauses between
-// them.
+// a pause has all jobs finished; if results of some are spoilt, the taker goes around the slots,
+// with jobs that are to be done again and pauses between them.
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the taker
@@ -242,7 +242,9 @@ __device__ __forceinline__ void compute(const TmaParams& maps, Smem& smem, int g
             unfinished = false;
             continue;
         }
-        const Caution caution = kind == kAgain ? kWaits : hides_any(keys) ? kLooks : kNone;
+        const Caution caution = kind == kAgain    ? Caution::kWaits
+                                : hides_any(keys) ? Caution::kLooks
+                                                  : Caution::kNone;
         if (own.any.first >= own.any.last) {
             state.caution = caution;
             start(p, state, job);
@@ -308,9 +310,9 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     if (warp == 0) {
         take_all(p, smem);
     } else if (warp == 1) {
-        if (hw::elect_one()) load_all(smem, smem.k, p.k, smem.k_full, smem.k_empty);
+        if (hw::elect_one()) load_all<1>(smem, smem.k, p.k, smem.k_full, smem.k_empty);
     } else if (warp == 2) {
-        if (hw::elect_one()) load_all(smem, smem.v, p.v, smem.v_full, smem.v_empty);
+        if (hw::elect_one()) load_all<0>(smem, smem.v, p.v, smem.v_full, smem.v_empty);
     } else {
         look_through_values(smem);
     }

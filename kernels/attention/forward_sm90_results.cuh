@@ -110,8 +110,8 @@ __device__ __forceinline__ void store(const TmaParams& maps,
     const Job& job = smem.jobs[slot.at()];
     const int row = uniform(thread_of_group() / 32 * 16);
     const int32 query = uniform(query_of(job));
-    if (state.caution == kWaits) hw::bulk_wait<0>();
-    if (state.caution == kLooks && spoilt(state)) {
+    if (state.caution == Caution::kWaits) hw::bulk_wait<0>();
+    if (state.caution == Caution::kLooks && spoilt(state)) {
         if (fragment::lane() == 0) smem.spoilt[slot.at()][4 * group + row / 16] = 1;
     } else {
         send(maps, smem.ways[group], state, inverse, job, query, row);

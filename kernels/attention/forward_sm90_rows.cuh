@@ -24,7 +24,7 @@ __device__ __forceinline__ int32 query_of(const Job& job) {
 
 // What is asked before a warp stores its results: nothing; whether they are spoilt; that what it
 // may have stored the first time has arrived.
-enum Caution { kNone, kLooks, kWaits };
+enum class Caution { kNone, kLooks, kWaits };
 
 // What a thread knows of its rows while it walks the keys.
 struct State {
