@@ -121,9 +121,10 @@ __device__ __forceinline__ void turn(const TmaParams& maps,
     const Stages k = at.k, v = at.v();
     at.k.next();
     hw::mbarrier_wait(smem.k_full[k.at()], k.parity());
+    // Of wide heads descriptors would take registers.
+    const int row = kGroupRows * (kFlat ? at.group : hw::forget(at.group));
     take_turn(at.group, [&] {
-        swizzled::start_a_bt(s, smem.q[Places{slot.count}.at()], kGroupRows * at.group,
-                             smem.k[k.at()]);
+        swizzled::start_a_bt(s, smem.q[Places{slot.count}.at()], row, smem.k[k.at()]);
         if (kAdds) start_product(smem, state, v);
     });
     if (starts) {

@@ -31,25 +31,20 @@ __device__ __forceinline__ int64 part_at(const Params& p, int64 index) {
     return interleaved<Queries, plan::kTileQ>(p, index, even ? 1 : heads);
 }
 
-// Notes what a job is: the block's share of it by a lane, and each warpgroup's by another. A warp.
-__device__ __forceinline__ void note(const Params& p, Job& job, const Work& work) {
+// Notes which keys a job has: all of the block's by a lane, each warpgroup's by another. A warp.
+__device__ __forceinline__ void note_keys(const Params& p, Job& job) {
     static_assert(kGroups < 32, "a lane each");
     const int lane = fragment::lane();
     if (lane > kGroups) return;
     const bool all = lane == kGroups;
-    const Scores score = Scores::of(p, work.entry, work.head);
-    const SeenTiles keys =
-        seen_tiles(score, work.tile * plan::kTileQ + (all ? 0 : lane * kGroupRows),
-                   all ? plan::kTileQ : kGroupRows);
-    if (!all) {
-        job.keys_of_group[lane] = keys;
-        return;
-    }
-    job.keys = keys;
-    job.work = work;
-    job.head_kv = work.head / (p.heads_q / p.heads_kv);
-    job.row = work.entry.first_kv;
-    job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(work.entry.batch);
+    const Scores score = Scores::of(p, job.work.entry, job.work.head);
+    const int32 query = job.work.tile * plan::kTileQ + (all ? 0 : lane * kGroupRows);
+    (all ? job.keys : job.keys_of_group[lane]) =
+        seen_tiles(score, query, all ? plan::kTileQ : kGroupRows);
+    if (!all) return;
+    job.head_kv = job.work.head / (p.heads_q / p.heads_kv);
+    job.row = job.work.entry.first_kv;
+    job.batch = p.cu_seqlens_q.at ? 0 : static_cast<int32>(job.work.entry.batch);
 }
 
 // Notes a job that has no keys. A warp.
@@ -116,7 +111,9 @@ __device__ __forceinline__ void take_all(const TmaParams& maps, Smem& smem) {
         }
         if (!exists) --left;
         if (kind == kOnce) {
-            note(p, job, work);
+            if (fragment::lane() == 0) job.work = work;
+            __syncwarp();
+            note_keys(p, job);
         } else if (kind != kAgain) {
             note_nothing(job);
         }
