@@ -206,7 +206,8 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
     }
     const int32 special = uniform(job.special);
     if (heads > 0 && !special && !uniform(releases_early(job))) release_keys(smem);
-    write_results(p.call, job, sums, at.group);
+    // All have passed the visit before the last.
+    write_results(p.call, job, sums, smem.ds[at.stage.count % 2], at.group);
     if (special) {
         add_special(p, smem, at.group);
         hw::fence_proxy_async();

@@ -20,26 +20,44 @@ struct Sums {
     float dv[1][kColsV / 8][4];
 };
 
-// Rounds a warp's sums and writes them.
-template <int kCols8>
-__device__ __forceinline__ void write(
-    Matrix to, const float (&sums)[1][kCols8][4], float factor, int32 key, int group) {
-    const int32 col = column_group(group) * 8 * kCols8;
-    to.data += col * to.stride_col;
-    to.cols -= col;
-    fragment::write_rows(to, sums, factor, key + row_of_warp(group));
+// What a warp's results go through on their way out: its share of a tile of gradients of scores
+// that no product needs any more.
+constexpr int kShare = ScoreTile::kBytes / kComputingWarps;
+using OutTile = swizzled::Tile < 16, kShare<2048 ? kShare / 32 : 64>;
+
+// Rounds a warp's sums and writes them, some columns after the other.
+template <int kFirst = 0, int kCols8>
+__device__ __forceinline__ void write(const Matrix& to,
+                                      OutTile& through,
+                                      const float (&sums)[1][kCols8][4],
+                                      float factor,
+                                      int32 row,
+                                      int32 col) {
+    if constexpr (kFirst < kCols8) {
+        constexpr int kCount = OutTile::kCols / 8;
+        static_assert(kCols8 % kCount == 0, "whole tiles");
+        const float factors[2] = {factor, factor};
+        __syncwarp();  // what went through it before has left
+        swizzled::put<kFirst, kCount>(through, sums, factors, 0);
+        __syncwarp();
+        swizzled::write(to, through, row, col + 8 * kFirst);
+        write<kFirst + kCount>(to, through, sums, factor, row, col);
+    }
 }
 
-__device__ __forceinline__ void write_results(const Params& p,
-                                              const Job& job,
-                                              const Sums& sums,
-                                              int group) {
+__device__ __forceinline__ void write_results(
+    const Params& p, const Job& job, const Sums& sums, ScoreTile& unused, int group) {
     if (!p.dk.data) return;
     const Entry& entry = job.work.entry;
-    const int32 head = job.work.head, key = job.work.tile * plan::kTileKv;
+    const int32 head = job.work.head;
+    const int32 row = job.work.tile * plan::kTileKv + row_of_warp(group);
     const Scores score = Scores::of(p, entry, 0);
-    write(key_matrix(p.dk, entry, head, p.head_dim), sums.dk, score.scale, key, group);
-    write(key_matrix(p.dv, entry, head, p.head_dim_v), sums.dv, score.kept_factor(), key, group);
+    const uint32 warp = hw::forget(static_cast<uint32>(threadIdx.x)) / 32 - 4;
+    auto& through = reinterpret_cast<OutTile&>(unused.at[warp * (kShare / 2)]);
+    write(key_matrix(p.dk, entry, head, p.head_dim), through, sums.dk, score.scale, row,
+          column_group(group) * kCols);
+    write(key_matrix(p.dv, entry, head, p.head_dim_v), through, sums.dv, score.kept_factor(), row,
+          column_group(group) * kColsV);
 }
 
 // Adds what is special in Q, dout and K, in query tiles from which something is hidden, to the

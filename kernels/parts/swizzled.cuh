@@ -10,6 +10,7 @@
 #include "hw/tma.cuh"
 #include "hw/wgmma.cuh"
 #include "parts/fragment.cuh"
+#include "parts/operand.cuh"
 
 namespace swizzled {
 
@@ -231,6 +232,33 @@ __device__ __forceinline__ void put(Tile& tile,
         // that lanes do not.
         const uint32 turned = start ^ (8 * n % Tile::kChunk);
         hw::stmatrix(&tile.at[turned + 8 * n / Tile::kChunk * (Tile::kChunkBytes / 2)], r);
+    }
+}
+
+// Writes a tile to a matrix, as far as that has them from row `row` and column `col` on; `col` is a
+// multiple of 8. All lanes of a warp.
+template <int kRows, int kCols>
+__device__ __forceinline__ void write(const Matrix& to,
+                                      const Tile<kRows, kCols>& tile,
+                                      int32 row,
+                                      int32 col) {
+    constexpr int kPieces = kCols / 8;  // of a row
+    using Piece = hw::Vec<uint32, 4>;
+    const int lane = static_cast<int>(hw::forget(static_cast<uint32>(fragment::lane())));
+#pragma unroll
+    for (int i = lane; i < kRows * kPieces; i += 32) {
+        const int r = i / kPieces, c = i % kPieces * 8;
+        if (row + r >= to.rows || col + c >= to.cols) continue;
+        const Element* const from = tile.piece(r, c);
+        Element* const at = to.data + (row + r) * to.stride_row + (col + c) * to.stride_col;
+        if (to.aligned == 16) {
+            hw::store(reinterpret_cast<Piece*>(at), *reinterpret_cast<const Piece*>(from));
+        } else {
+#pragma unroll 1
+            for (int e = 0; e < min(8, to.cols - col - c); ++e) {
+                hw::store(at + e * to.stride_col, from[e]);
+            }
+        }
     }
 }
 
