@@ -75,6 +75,16 @@ __device__ __forceinline__ void lead(const TmaParams& maps, Smem& smem) {
     }
 }
 
+// By words, of which each lane has one: ptxas would copy one byte after the other. A warp.
+__device__ __forceinline__ void copy(Job& to, const Job& from) {
+    constexpr int kWords = sizeof(Job) / 4;
+    static_assert(kWords <= 32, "a lane each");
+    const int lane = fragment::lane();
+    if (lane < kWords) {
+        reinterpret_cast<uint32*>(&to)[lane] = reinterpret_cast<const uint32*>(&from)[lane];
+    }
+}
+
 // Those who compute learn of their next job, once all have finished the last; false if there is
 // none.
 __device__ __forceinline__ bool begin(Smem& smem) {
@@ -83,10 +93,8 @@ __device__ __forceinline__ bool begin(Smem& smem) {
         const Slots slot = {smem.passed};
         hw::mbarrier_wait(smem.job_full[slot.at()], slot.parity());
         __syncwarp();
-        if (fragment::lane() == 0) {
-            smem.job = smem.jobs[slot.at()];
-            smem.passed = slot.count + 1;
-        }
+        copy(smem.job, smem.jobs[slot.at()]);
+        if (fragment::lane() == 0) smem.passed = slot.count + 1;
         arrive(smem.job_empty[slot.at()]);
     }
     sync_computing();

@@ -242,21 +242,28 @@ __device__ __forceinline__ void write(const Matrix& to,
                                       const Tile<kRows, kCols>& tile,
                                       int32 row,
                                       int32 col) {
-    constexpr int kPieces = kCols / 8;  // of a row
+    constexpr int kPieces = kCols / 8, kStep = 32 / kPieces;  // of a row; rows at a time
+    static_assert(kPieces <= 32 && kRows % kStep == 0, "a piece for each lane");
     using Piece = hw::Vec<uint32, 4>;
-    const int lane = static_cast<int>(hw::forget(static_cast<uint32>(fragment::lane())));
+    const uint32 lane = hw::forget(static_cast<uint32>(fragment::lane()));
+    const int32 first = lane / kPieces, own = lane % kPieces * 8;
+    const int32 rows = to.rows - row - first, cols = to.cols - col - own;
+    if (cols <= 0) return;
+    Element* const at = to.data + (row + first) * to.stride_row + (col + own) * to.stride_col;
+    if (to.aligned == 16) {
 #pragma unroll
-    for (int i = lane; i < kRows * kPieces; i += 32) {
-        const int r = i / kPieces, c = i % kPieces * 8;
-        if (row + r >= to.rows || col + c >= to.cols) continue;
-        const Element* const from = tile.piece(r, c);
-        Element* const at = to.data + (row + r) * to.stride_row + (col + c) * to.stride_col;
-        if (to.aligned == 16) {
-            hw::store(reinterpret_cast<Piece*>(at), *reinterpret_cast<const Piece*>(from));
-        } else {
+        for (int r = 0; r < kRows; r += kStep) {
+            if (r >= rows) continue;
+            hw::store(reinterpret_cast<Piece*>(at + r * to.stride_row),
+                      *reinterpret_cast<const Piece*>(tile.piece(first + r, own)));
+        }
+    } else {
 #pragma unroll 1
-            for (int e = 0; e < min(8, to.cols - col - c); ++e) {
-                hw::store(at + e * to.stride_col, from[e]);
+        for (int r = 0; r < min(kRows, rows); r += kStep) {
+            const Element* const from = tile.piece(first + r, own);
+#pragma unroll 1
+            for (int c = 0; c < min(8, cols); ++c) {
+                hw::store(at + r * to.stride_row + c * to.stride_col, from[c]);
             }
         }
     }
