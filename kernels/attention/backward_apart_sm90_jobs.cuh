@@ -58,15 +58,15 @@ __device__ __forceinline__ void lead(const TmaParams& maps, Smem& smem) {
     Stages stage;
     Ring<1> part;
     int64 index = blockIdx.x;
-    for (;; slot.next()) {
+    for (bool begun = false;; slot.next(), begun = true) {
         // Before a ticket is drawn, where lanes meet: one that came to look later might find a slot
         // that has been filled and emptied again.
         hw::mbarrier_wait(smem.job_empty[slot.at()], slot.parity() ^ 1);
         Work work = {slack(Own(), 0, 0), 0, 0};
         bool exists = false;
-        while (!exists && index < parts) {
-            exists = work_at<Own, kOwnRows>(p, part_at(p, index), work);
-            index = draw(p, parts);
+        for (bool drawn = !begun; !exists && index < parts; drawn = false) {
+            if (!drawn) index = draw(p, parts);
+            exists = index < parts && work_at<Own, kOwnRows>(p, part_at(p, index), work);
         }
         Job& job = smem.jobs[slot.at()];
         if (threadIdx.x == 0) {
