@@ -81,8 +81,9 @@ class BackwardRowsSm90(BackwardRowsMma):
 
     @property
     def smem_bytes(self) -> int:
-        """A tile of out and one of dout."""
-        return 2 * self.tile_q * self.dim_v * DTYPES[self.dtype].itemsize
+        """A tile of out and one of dout; a sum for each row."""
+        tiles = 2 * self.tile_q * self.dim_v * DTYPES[self.dtype].itemsize
+        return ceil_div(tiles + 4 * self.tile_q, 1024) * 1024
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 // of out dout^T, by the same instructions in the same order as dP = v dout^T: a row with all its
 // weight on one key has out = v, and dP - delta is then 0 to the last bit.
 #include "attention/params.cuh"
+#include "hw/cp_async.cuh"
 #include "hw/memory.cuh"
 #include "hw/sync.cuh"
 #include "parts/gradient_mma.cuh"
@@ -16,49 +17,55 @@ static_assert(plan::kThreads == 128 * kGroups, "a warpgroup for 64 queries");
 
 struct Smem {
     Tile out[kGroups], dout[kGroups];
+    float sums[plan::kTileQ];
 };
 static_assert(sizeof(Smem) == plan::kSmemBytes, "the plan and Smem disagree");
 
-// A warpgroup brings 64 rows of a head, aligned to 16 bytes, from row `first` on.
+// A warpgroup starts to copy 64 rows of a head, aligned to 16 bytes, from row `first` on.
 __device__ __forceinline__ void copy(Tile& tile, const Matrix& from, int32 first) {
     constexpr int kPieces = plan::kDimV / 8;
-    using Piece = hw::Vec<uint32, 4>;
-#pragma unroll 8
+#pragma unroll 2
     for (int i = static_cast<int>(threadIdx.x) % 128; i < kRows * kPieces; i += 128) {
         const int row = i / kPieces, col = i % kPieces * 8;
-        Piece piece = {};
-        if (first + row < from.rows && col < from.cols) {
-            const Element* const at = from.data + (first + row) * from.stride_row + col;
-            piece = hw::load(reinterpret_cast<const Piece*>(at));
-        }
-        *reinterpret_cast<Piece*>(tile.piece(row, col)) = piece;
+        const bool exists = first + row < from.rows && col < from.cols;
+        const Element* const at = from.data + (first + row) * from.stride_row + col;
+        hw::cp_async<16>(tile.piece(row, col), exists ? at : from.data, exists);
     }
 }
 
 __device__ __forceinline__ void sum_rows(const Params& p, const Work& work, Smem& smem) {
     const Entry& entry = work.entry;
-    const int group = static_cast<int>(threadIdx.x) / 128;
-    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    const int32 first = work.tile * plan::kTileQ + group * kRows;
-    copy(smem.out[group], query_matrix(p.out, entry, work.head, p.head_dim_v), first);
-    copy(smem.dout[group], query_matrix(p.dout, entry, work.head, p.head_dim_v), first);
+    const int thread = static_cast<int>(threadIdx.x), group = thread / 128;
+    const int warp = thread / 32 % 4;
+    const int32 first = work.tile * plan::kTileQ;
+    copy(smem.out[group], query_matrix(p.out, entry, work.head, p.head_dim_v),
+         first + group * kRows);
+    copy(smem.dout[group], query_matrix(p.dout, entry, work.head, p.head_dim_v),
+         first + group * kRows);
+    hw::cp_async_commit();
+    RowInputs own;  // of the row that the thread ends, if it does
+    if (thread < plan::kTileQ) own = RowInputs::load(p, entry, work.head, first + thread);
+    hw::cp_async_wait<0>();
     hw::fence_proxy_async();
     __syncthreads();
     float sums[1][kRows / 8][4];
     swizzled::start_a_bt(sums, smem.out[group], 0, smem.dout[group]);
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(sums));
-
-    RowStats* const rows =
-        row_stats(p, query_slot<plan::kTileQ>(p, entry, work.head, work.tile)) + group * kRows;
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {  // rows [8 n, 8 n + 8) meet their own columns there
 #pragma unroll
         for (int i = n % 2 * 2; i < n % 2 * 2 + 2; ++i) {
             const int row = 16 * warp + fragment::row_of(i);
             if (n / 2 != warp || row != 8 * n + fragment::col_of(i)) continue;
-            hw::store(rows + row, RowStats::of(p, entry, work.head, first + row, sums[0][n][i]));
+            smem.sums[group * kRows + row] = sums[0][n][i];
         }
+    }
+    __syncthreads();
+    if (thread < plan::kTileQ) {
+        RowStats* const rows =
+            row_stats(p, query_slot<plan::kTileQ>(p, entry, work.head, work.tile));
+        hw::store(rows + thread, own.with(smem.sums[thread]));
     }
     clear_turns(p, work);
 }

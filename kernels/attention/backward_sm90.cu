@@ -218,6 +218,9 @@ __device__ __forceinline__ void compute(const TmaParams& p, Smem& smem, Passed& 
 extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     backward_sm90(const __grid_constant__ TmaParams p) {
     Smem& smem = hw::shared_memory<Smem>();
+    if (threadIdx.x < sizeof(smem.jobs) / 4) {  // jobs are copied by words, with their padding
+        reinterpret_cast<uint32*>(smem.jobs)[threadIdx.x] = 0;
+    }
     if (threadIdx.x == 0) {
         hw::prefetch(p.q);
         hw::prefetch(p.k);

@@ -16,14 +16,36 @@ struct RowStats {
 
     // Row `at` of an entry, of which `sum` is rowsum(dout * out).
     __device__ static __forceinline__ RowStats
-    of(const Params& p, const Entry& entry, int32 head, int32 at, float sum) {
-        if (at >= entry.seqlen_q) return none();
-        const float lse = hw::load(vector(p.lse, entry, head).at(at));
-        if (lse == -softmax::infinity<float>()) return none();
-        if (p.dlse.data) sum -= hw::load(vector(p.dlse, entry, head).at(at));
-        return {lse, sum};
+    of(const Params& p, const Entry& entry, int32 head, int32 at, float sum);
+};
+
+// What is loaded of a row.
+struct RowInputs {
+    float lse = -softmax::infinity<float>();
+    float dlse = 0.0f;
+
+    __device__ static __forceinline__ RowInputs load(const Params& p,
+                                                     const Entry& entry,
+                                                     int32 head,
+                                                     int32 at) {
+        RowInputs row;
+        if (at < entry.seqlen_q) {
+            row.lse = hw::load(vector(p.lse, entry, head).at(at));
+            if (p.dlse.data) row.dlse = hw::load(vector(p.dlse, entry, head).at(at));
+        }
+        return row;
+    }
+
+    __device__ __forceinline__ RowStats with(float sum) const {
+        if (lse == -softmax::infinity<float>()) return RowStats::none();
+        return {lse, sum - dlse};
     }
 };
+
+__device__ __forceinline__ RowStats
+RowStats::of(const Params& p, const Entry& entry, int32 head, int32 at, float sum) {
+    return RowInputs::load(p, entry, head, at).with(sum);
+}
 
 __device__ __forceinline__ RowStats* row_stats(const Params& p, int64 slot) {
     return static_cast<RowStats*>(p.row_stats) + slot * plan::kTileQ;
