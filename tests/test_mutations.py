@@ -69,6 +69,7 @@ _SM90_TILES = "attention/forward_sm90_tiles.cuh"
 _SM90_VALUES = "attention/forward_sm90_values.cuh"
 _ROWS_SM90 = "attention/backward_rows_sm90.cu"
 _GRADIENTS_SM90 = "attention/backward_sm90.cu"
+_GRADIENTS_SM90_RESULTS = "attention/backward_sm90_results.cuh"
 _GRADIENTS_SM90_TILES = "attention/backward_sm90_tiles.cuh"
 _GRADIENTS_SM90_DQ = "attention/backward_sm90_dq.cuh"
 _GRADIENTS_SM90_JOBS = "attention/backward_sm90_jobs.cuh"
@@ -520,13 +521,13 @@ MUTANTS = [
                 "p.lse, entry, head).at(at)",
                 "p.lse, entry, head).at(at / 2 * 2)",
             ),
-            ("delta-without-dlse", _ROW_STATS, "warp-", "if (p.dlse.data) sum", "if (false) sum"),
+            ("delta-without-dlse", _ROW_STATS, "warp-", "if (p.dlse.data) row", "if (false) row"),
             (
                 "rows-past-the-end-weigh",
                 _ROW_STATS,
                 "warp-",
-                "if (at >= entry.seqlen_q) return none();",
-                "",
+                "if (at < entry.seqlen_q) {",
+                "{",
             ),
             (
                 "turns-not-reset",
@@ -1071,6 +1072,22 @@ MUTANTS = [
                 "if (threadIdx.x / 32 == ",
             ),
             (
+                "results-through-a-tile-that-is-read",
+                _GRADIENTS_SM90,
+                "races",
+                "two",
+                "smem.ds[at.stage.count % 2]",
+                "smem.ds[(at.stage.count + 1) % 2]",
+            ),
+            (
+                "results-through-the-next-warps-share",
+                _GRADIENTS_SM90_RESULTS,
+                "races",
+                "two",
+                "threadIdx.x)) / 32 - 4;\n    auto& through",
+                "threadIdx.x)) / 64 - 2;\n    auto& through",
+            ),
+            (
                 "job-read-before-it-is-taken",
                 _GRADIENTS_SM90_JOBS,
                 "races",
@@ -1180,8 +1197,8 @@ MUTANTS = [
                 _ROWS_SM90,
                 "values",
                 "four",
-                " + group * kRows;\n#pragma",
-                ";\n#pragma",
+                "smem.sums[group * kRows + row]",
+                "smem.sums[row]",
             ),
             (
                 "dq-columns-of-the-first-group",
