@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of Hopper's backward that stay: one job after the other, most of them without work."""
+"""Blocks on Hopper that stay: one job after the other, many of them without work."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import ml_dtypes  # noqa: F401  (gives NumPy its bfloat16)
 import numpy as np
 import pytest
 from conftest import Backend
-from matrix import ROWS, Row
+from matrix import OPTION_ROWS, ROWS, Row
 from run import schedule, using
 
 import cuflash
-from cuflash import reference
+from cuflash import compile, reference, source
 
 STAYING = {
     row.name: row
@@ -65,3 +68,50 @@ def test_jobs_that_hidden_values_spoil(backend: Backend, row: Row, where: str, b
         got = backend.host(cuflash.attention(*map(backend.array, (q, k, v)), causal=True))
     assert np.isinf(want).any()
     np.testing.assert_allclose(got.astype(float), want, atol=5e-2 if dtype != "f2" else 5e-3)
+
+
+#: One place for the queries of a job, and two.
+PLACES = {
+    row.name: row for row in OPTION_ROWS if row.boxes and {"packed", "bias"} <= set(row.options)
+}
+
+
+@pytest.fixture
+def late_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels whose loaders sleep just before they might wait for a block's first queries."""
+    root = tmp_path / "kernels"
+    shutil.copytree(source.KERNEL_ROOT, root)
+    path = root / "attention" / "forward_sm90_tiles.cuh"
+    text = path.read_text(encoding="utf-8")
+    wait = "            const bool waits ="
+    assert text.count(wait) == 1, "the place to sleep at is gone: renew the test"
+    sleep = "if (stage.count == kUrgent) for (int i = 0; i < 3000; ++i) __threadfence();\n"
+    path.write_text(text.replace(wait, sleep + wait), encoding="utf-8")
+    monkeypatch.setattr(source, "KERNEL_ROOT", root)
+    monkeypatch.setattr(compile, "_kernels", {})
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "libraries"))
+
+
+@pytest.mark.usefixtures("late_loaders")
+@pytest.mark.parametrize("row", PLACES.values(), ids=PLACES)
+def test_loaders_that_are_late(row: Row) -> None:
+    """By then their place has had other queries, in a schedule that lets copies arrive early."""
+    assert len({other.forward[0].slots for other in PLACES.values()}) == 2
+    rng = np.random.default_rng(2)
+    queries, keys = row.forward[0].tile_q, row.forward[0].tile_kv
+    for tiles in ([1, 1, 1, 1, 1], [0, 1, 2, 0, 1], [0, 0, 2, 1, 1], [1, 0, 2, 2, 0]):
+        lengths_q, lengths_k = [queries] * len(tiles), [keys * n for n in tiles]
+        cu_q, cu_k = (np.cumsum([0, *lengths]).astype("i4") for lengths in (lengths_q, lengths_k))
+        q, k, v = (
+            rng.standard_normal((n, 1, size)).astype("f4").astype(row.dtype)
+            for n, size in (
+                (cu_q[-1], row.head_dim),
+                (cu_k[-1], row.head_dim),
+                (cu_k[-1], row.head_dim_v),
+            )
+        )
+        want = reference.attention_varlen(q, k, v, cu_q, cu_k)
+        for seed in (5, 13):
+            with using(row.forward, row.backward), schedule(seed, 1):
+                got = cuflash.attention_varlen(q, k, v, cu_q, cu_k)
+            np.testing.assert_allclose(got.astype(float), want, atol=5e-2)

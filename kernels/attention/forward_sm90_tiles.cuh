@@ -25,7 +25,9 @@ __device__ __forceinline__ void bring_queries(const TmaParams& maps, Smem& smem,
 }
 
 // Brings the keys or the values of all jobs. All blocks begin at the same time, and memory is slow
-// then: only kUrgent tiles are asked for before the block's first queries are there. One thread.
+// then: only kUrgent tiles of the first job are asked for before its queries are there. Others may
+// replace these queries only once they have had this tile, if another one follows it; else this
+// thread might come after that, and wait for a phase that is long over. One thread.
 template <uint32 kUrgent, class Tile>
 __device__ __forceinline__ void load_all(Smem& smem,
                                          Tile (&tiles)[plan::kStages],
@@ -41,7 +43,8 @@ __device__ __forceinline__ void load_all(Smem& smem,
         const int32 first = job.keys.any.first;
 #pragma unroll 1
         for (int32 tile = job.keys.any.last - 1; tile >= first; --tile, stage.next()) {
-            if (stage.count == kUrgent) hw::mbarrier_wait(smem.q_full[0], 0);
+            const bool waits = slot.count == 0 && stage.count == kUrgent && tile > first;
+            if (waits) hw::mbarrier_wait(smem.q_full[0], 0);
             hw::mbarrier_wait(empty[stage.at()], stage.parity() ^ 1);
             hw::mbarrier_arrive_expect_tx(full[stage.at()], Tile::kBytes);
             swizzled::load(tiles[stage.at()], map, full[stage.at()], job.row + tile * plan::kTileKv,
