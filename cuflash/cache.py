@@ -20,10 +20,11 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from . import disk, notice
 
 __all__ = [
     "all_cached",
@@ -129,7 +130,7 @@ def _not_writable(place: Path) -> str:
 
 @functools.cache
 def _warn(message: str) -> None:
-    warnings.warn(f"cuflash: {message}", RuntimeWarning, stacklevel=2)
+    notice.warn(message)
 
 
 def problem() -> str | None:
@@ -177,24 +178,36 @@ def _find(name: str) -> Path | None:
 def cached(name: str, build: Callable[[Path], None]) -> Path:
     """Return the file `name`, made by ``build(path)`` if no folder holds it whole.
 
-    `name` carries a digest of all that decides the contents. A read-only cache is read.
+    `name` carries a digest of all that decides the contents. A read-only cache is read. A full disk
+    is a RuntimeError that says so.
     """
     found = _find(name)
     if found is not None:
         return found
     path = folder() / name
     if not _is_whole(path):
-        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
-        os.close(handle)
         try:
-            build(Path(temporary))
-            _seal(Path(temporary))
-            os.replace(temporary, path)
-            made.append(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            _make(path, build)
+        except (OSError, RuntimeError) as error:
+            full = disk.explain(error, path.parent)
+            if full is None:
+                raise
+            raise full from error
     return path
+
+
+def _make(path: Path, build: Callable[[Path], None]) -> None:
+    """Let ``build`` make a file, which appears whole or not at all."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    try:
+        build(Path(temporary))
+        _seal(Path(temporary))
+        os.replace(temporary, path)
+        made.append(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def all_cached(files: Sequence[tuple[str, Callable[[Path], None]]]) -> list[Path]:
