@@ -2,8 +2,8 @@
 """First aid: what is installed, whether calls work here, and what to do where they do not.
 
 Each line is found by itself, so that one that fails hides no other. Nothing here repairs; problems
-are what calls would raise, or say, in the same words. A package that only some arrays need, and that
-is not installed, is absent, which is no problem.
+are what calls would raise, or say, in the same words. A package that only some arrays need is
+absent where it is not installed, which is no problem.
 """
 
 from __future__ import annotations
@@ -196,14 +196,25 @@ def _clear() -> int:
     try:
         amount = _amount(cache.contents())
         cache.clear()
-    except RuntimeError as error:  # there is no such place
+    except RuntimeError as error:  # there is no such place, or it is somebody else's
         print(f"problem: {error}")
         return 1
     except OSError as error:
         print(f"problem: {cache.wanted()} cannot be emptied ({error.strerror})")
         return 1
     print(f"removed from {cache.wanted()}: {amount}")
+    if others := _others():
+        print(f"left there: {others} that cuflash has not made, or is making")
     return 0
+
+
+def _others() -> str:
+    """Say how many things the folder holds that are not removed."""
+    try:
+        count = len([*cache.wanted().iterdir()])
+    except OSError:  # there is no folder
+        return ""
+    return f"{count} {'entry' if count == 1 else 'entries'}" if count else ""
 
 
 # --- whether it works -----------------------------------------------------------------------------

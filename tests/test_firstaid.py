@@ -410,16 +410,43 @@ def test_clear(
         (folder / f".{made.path.name}.{age}_1").touch()
     for name in names[:2]:
         os.utime(folder / name, (0, 0))
+    (folder / ".compile-old" / f".{made.path.name}.cpp").touch()
+    os.utime(folder / ".compile-old", (0, 0))
+    (folder / ".compile-settings").mkdir()
+    (folder / ".compile-settings" / "mine.txt").touch()
+    os.utime(folder / ".compile-settings", (0, 0))
+    (folder / "delta-cpu-0123456789abcdef01234567.so").mkdir()
     (folder / "libother.so").write_text("somebody's")
     assert [path.name for path in cache.contents()] == names
     assert firstaid.main(["--clear"]) == 0
-    left = {".compile-new", f".{made.path.name}.new_1", "libother.so"}
+    left = {".compile-new", f".{made.path.name}.new_1", "libother.so", ".compile-settings"}
+    left |= {"delta-cpu-0123456789abcdef01234567.so"}
     assert {path.name for path in folder.iterdir()} == left
-    assert f"removed from {folder}: 3 files, " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"removed from {folder}: 3 files, " in said
+    assert "left there: 5 entries that cuflash has not made, or is making" in said
     assert firstaid.main(["--clear"]) == 0  # also of a cache that is empty, or not there
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "nowhere"))
     assert firstaid.main(["--clear"]) == 0
     cache._readable.cache_clear()
+
+
+def test_clear_refuses_the_folder_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root could."""
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    kernel = tmp_path / "delta-sm_90-0123456789abcdef01234567.cubin"
+    kernel.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+        assert firstaid.main(["--clear"]) == 1
+    said = capsys.readouterr().out
+    owner = tmp_path.owner()
+    assert kernel.exists()
+    assert said.startswith(f"problem: nothing is removed from {tmp_path}, which belongs to {owner}")
+    assert said.endswith("name your own folder in CUFLASH_CACHE_DIR\n")
+    assert firstaid.main(["--clear"]) == 0 and not kernel.exists()
 
 
 def test_debug_says_what_is_compiled(
