@@ -293,8 +293,8 @@ def clear() -> None:
     place = wanted()
     if place.exists() and place.stat().st_uid != os.getuid():
         raise RuntimeError(
-            f"nothing is removed from {place}, which belongs to {_owner(place)} and not to you: let "
-            "its owner empty it, or name your own folder in CUFLASH_CACHE_DIR"
+            f"nothing is removed from {place}, which belongs to {_owner(place)} and not to you: "
+            "let its owner empty it, or name your own folder in CUFLASH_CACHE_DIR"
         )
     for path in contents():
         if path.is_dir():
