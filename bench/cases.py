@@ -42,6 +42,15 @@ class Case:
         found = [name for name in names if getattr(self, name)]
         return (["window"] if self.window != (-1, -1) else []) + found
 
+    def rejects(self, direction: str) -> str | None:
+        """Return why a pass of this call is not measured, or None.
+
+        Where scores grow, most keys have gradients below what float32 can hold, and the zeros that
+        a right result has there are wrong relative to them. Those cases are about the forward's
+        maxima.
+        """
+        return "of a forward only" if self.growing and direction != "forward" else None
+
     def about(self) -> dict[str, Any]:
         """Return what a reader of a result needs: the sizes, and every option that is in use."""
         sizes = {

@@ -59,8 +59,8 @@ def measure(
     """Time the calls of some cases together and yield a row for each, in the order of the table.
 
     Rows are of kind "speed" (with `wrong` in place of a speed if the result is wrong), "skipped"
-    (a peer cannot do the call) or "failed" (ours raised an error). After the first round, no round
-    begins once `late` says so.
+    (a peer cannot do the call, or the case is not of this pass) or "failed" (ours raised an error).
+    After the first round, no round begins once `late` says so.
     """
     entries: list[_Entry] = []
     for case in cases:
@@ -70,7 +70,7 @@ def measure(
             for peer in plan.peers:
                 about = {**case.about(), "direction": direction, "dtype": dtype}
                 about["variant"] = peer.name
-                reason = peer.rejects(case, dtype, direction)
+                reason = case.rejects(direction) or peer.rejects(case, dtype, direction)
                 if reason:
                     yield {"kind": "skipped", **about, "reason": reason}
                     continue

@@ -20,10 +20,11 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from . import disk, notice
 
 __all__ = [
     "all_cached",
@@ -129,7 +130,7 @@ def _not_writable(place: Path) -> str:
 
 @functools.cache
 def _warn(message: str) -> None:
-    warnings.warn(f"cuflash: {message}", RuntimeWarning, stacklevel=2)
+    notice.warn(message)
 
 
 def problem() -> str | None:
@@ -177,24 +178,36 @@ def _find(name: str) -> Path | None:
 def cached(name: str, build: Callable[[Path], None]) -> Path:
     """Return the file `name`, made by ``build(path)`` if no folder holds it whole.
 
-    `name` carries a digest of all that decides the contents. A read-only cache is read.
+    `name` carries a digest of all that decides the contents. A read-only cache is read. A full disk
+    is a RuntimeError that says so.
     """
     found = _find(name)
     if found is not None:
         return found
     path = folder() / name
     if not _is_whole(path):
-        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
-        os.close(handle)
         try:
-            build(Path(temporary))
-            _seal(Path(temporary))
-            os.replace(temporary, path)
-            made.append(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            _make(path, build)
+        except (OSError, RuntimeError) as error:
+            full = disk.explain(error, path.parent)
+            if full is None:
+                raise
+            raise full from error
     return path
+
+
+def _make(path: Path, build: Callable[[Path], None]) -> None:
+    """Let ``build`` make a file, which appears whole or not at all."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    try:
+        build(Path(temporary))
+        _seal(Path(temporary))
+        os.replace(temporary, path)
+        made.append(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def all_cached(files: Sequence[tuple[str, Callable[[Path], None]]]) -> list[Path]:
@@ -235,7 +248,10 @@ def _processors() -> int:
 
 #: Names of files as `compile` makes them, and of what a process that was stopped left half made.
 _FILE = re.compile(r"\w+-(cpu|sm_\d+a?)-[0-9a-f]{24}\.(so|cubin)")
-_HALF_MADE = re.compile(rf"\.{_FILE.pattern}\.\w+|\.compile-\w+")
+_HALF_MADE = re.compile(rf"\.{_FILE.pattern}\.\w+")
+#: Names of the folders that `host` compiles in, and of what they hold.
+_WORKPLACE = re.compile(r"\.compile-\w+")
+_IN_WORKPLACE = re.compile(rf"{_HALF_MADE.pattern}.*")
 _PATIENCE = 60 * 60  # seconds after which nobody is at work on it any more
 
 
@@ -248,19 +264,47 @@ def contents() -> list[Path]:
 
 
 def _is_content(path: Path) -> bool:
-    if _FILE.fullmatch(path.name):
-        return True
+    """Whether this is ours, and done with: the folder may hold other things."""
     try:
-        old = time.time() - path.stat().st_mtime > _PATIENCE
-    except FileNotFoundError:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and _FILE.fullmatch(path.name):
+            return True
+        if time.time() - status.st_mtime <= _PATIENCE:
+            return False
+        if stat.S_ISREG(status.st_mode):
+            return _HALF_MADE.fullmatch(path.name) is not None
+        return (
+            stat.S_ISDIR(status.st_mode)
+            and _WORKPLACE.fullmatch(path.name) is not None
+            and all(_IN_WORKPLACE.fullmatch(inner.name) for inner in path.iterdir())
+        )
+    except OSError:  # another process has cleared it
         return False
-    return old and _HALF_MADE.fullmatch(path.name) is not None
 
 
 def clear() -> None:
-    """Delete the contents of the cache. What is loaded stays usable."""
+    """Delete the contents of the cache. What is loaded stays usable.
+
+    Raises
+    ------
+    RuntimeError
+        The folder belongs to somebody else, as it may where root asks; nothing is deleted.
+    """
+    place = wanted()
+    if place.exists() and place.stat().st_uid != os.getuid():
+        raise RuntimeError(
+            f"nothing is removed from {place}, which belongs to {_owner(place)} and not to you: "
+            "let its owner empty it, or name your own folder in CUFLASH_CACHE_DIR"
+        )
     for path in contents():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.owner()
+    except KeyError:  # a number without a name
+        return f"user {path.stat().st_uid}"

@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["advice_on_dtype", "current_gpu", "gpu_count", "import_cupy", "ml_dtypes_problem"]
+__all__ = [
+    "Absent",
+    "advice_on_dtype",
+    "current_gpu",
+    "gpu_count",
+    "import_cupy",
+    "import_ml_dtypes",
+    "ml_dtypes_problem",
+]
 
 _INSTALL_CUPY = (
     "install the packages for the CUDA version of the driver, which `nvidia-smi` prints: `pip "
@@ -16,26 +24,36 @@ _INSTALL_CUPY = (
 )
 
 
+class Absent(RuntimeError):
+    """A package is not installed, and is needed for some arrays only; the text says for which."""
+
+
 def import_cupy() -> Any:
     """Return the module cupy.
 
     Raises
     ------
+    Absent
+        It is not there.
     RuntimeError
-        It is not there, or does not load.
+        It does not load.
     """
     try:
         import cupy
     except ModuleNotFoundError as error:
         if error.name != "cupy":
             raise RuntimeError(f"CuPy does not load ({error}); {_INSTALL_CUPY}") from error
-        raise RuntimeError(
+        raise Absent(
             f"arrays on a GPU need CuPy, which is not installed; {_INSTALL_CUPY}"
         ) from error
     except Exception as error:  # a library that lacks, or one of another version of Python or NumPy
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RuntimeError(f"CuPy does not load ({reason}); {_INSTALL_CUPY}") from error
+        raise RuntimeError(f"CuPy does not load ({_reason(error)}); {_INSTALL_CUPY}") from error
     return cupy
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def gpu_count() -> int:
@@ -69,14 +87,40 @@ def _no_gpu(reason: str) -> RuntimeError:
     )
 
 
+def import_ml_dtypes() -> Any:
+    """Return the module ml_dtypes.
+
+    Raises
+    ------
+    Absent
+        It is not there.
+    RuntimeError
+        It does not load.
+    """
+    try:
+        return importlib.import_module("ml_dtypes")
+    except ModuleNotFoundError as error:
+        if error.name == "ml_dtypes":
+            raise Absent(
+                "bfloat16 arrays need the package ml_dtypes, which is not installed: "
+                "`pip install ml_dtypes`"
+            ) from error
+        reason = _reason(error)
+    except Exception as error:  # made for another version of Python or NumPy
+        reason = _reason(error)
+    raise RuntimeError(
+        f"bfloat16 arrays need the package ml_dtypes, which does not load ({reason}); install it "
+        "anew, for this Python and NumPy: `pip install -U --force-reinstall --no-deps ml_dtypes`"
+    )
+
+
 def ml_dtypes_problem() -> str | None:
     """Return what keeps bfloat16 arrays from being used, or None."""
-    if find_spec("ml_dtypes"):
-        return None
-    return (
-        "bfloat16 arrays need the package ml_dtypes, which is not installed: "
-        "`pip install ml_dtypes`"
-    )
+    try:
+        import_ml_dtypes()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def advice_on_dtype(x: Any) -> str:

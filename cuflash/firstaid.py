@@ -2,7 +2,8 @@
 """First aid: what is installed, whether calls work here, and what to do where they do not.
 
 Each line is found by itself, so that one that fails hides no other. Nothing here repairs; problems
-are what calls would raise, or say, in the same words.
+are what calls would raise, or say, in the same words. A package that only some arrays need is
+absent where it is not installed, which is no problem.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in _versions():
         print(line)
     print(f"cache: {_attempt(report, lambda: _cache(report)) or 'none'}")
-    print(f"C++ compiler: {_attempt(report, _compiler) or 'none'}")
+    compiler = _attempt(report, _compiler)
+    print(f"C++ compiler: {compiler or 'none'}")
     has_cupy = _attempt(report, lambda: environment.import_cupy().__version__) is not None
     if has_cupy:
         print(f"NVRTC: {_attempt(report, _nvrtc) or 'none'}")
@@ -58,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for index in range(count or 0)
         if _attempt(report, lambda i=index: _gpu(i)) is not None
     ]
-    report.note(environment.ml_dtypes_problem())
-    usable = [_works(report, "NumPy arrays", _test_cpu)]
+    _attempt(report, environment.import_ml_dtypes)
+    usable = [_works(report, "NumPy arrays", _test_cpu if compiler else None)]
     usable += [_works(report, f"CuPy arrays on GPU {i}", lambda i=i: _test_gpu(i)) for i in gpus]
     for index in gpus:
         _attempt(report, lambda i=index: _test_cupy(i))
@@ -68,38 +70,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Report:
-    """The problems that were found, each once."""
+    """What is absent and what is a problem, each once."""
 
     def __init__(self) -> None:
+        self._absent: dict[str, None] = {}
         self._problems: dict[str, None] = {}
 
-    def note(self, problem: str | None) -> None:
-        """Add a problem, if it is one."""
+    def note(self, problem: str | None, absent: bool = False) -> None:
+        """Add a problem, if it is one, or something that is absent."""
         if problem:
-            self._problems[problem] = None
+            (self._absent if absent else self._problems)[problem] = None
 
     def show(self) -> None:
-        """Print all problems."""
-        for problem in self._problems:
-            print(f"problem: {problem}")
+        """Print all of it."""
+        for text in self._absent:
+            print(f"absent: {text}")
+        for text in self._problems:
+            print(f"problem: {text}")
         if not self._problems:
             print("no problems")
 
 
 def _attempt(report: _Report, find: Callable[[], Any]) -> Any:
-    """Return what `find` returns; None if it raises, which is then a problem."""
+    """Return what `find` returns; None if it raises, which is then a problem, or absent."""
     try:
         with warnings.catch_warnings(record=True):  # that of the cache is a problem already
             warnings.simplefilter("always")
             return find()
+    except environment.Absent as error:
+        report.note(str(error), absent=True)
+        return None
     except Exception as error:
         text = str(error).strip() or type(error).__name__
         report.note(text if isinstance(error, RuntimeError) else f"{type(error).__name__}: {text}")
         return None
 
 
-def _works(report: _Report, what: str, test: Callable[[], None]) -> bool:
-    """Run a self-test and print a line about it."""
+def _works(report: _Report, what: str, test: Callable[[], None] | None) -> bool:
+    """Run a self-test, if there is what it needs, and print a line about it."""
+    if test is None:  # what lacks is a problem already, and the test would say it in other words
+        print(f"{what}: do not work")
+        return False
     start, made = time.perf_counter(), len(cache.made)
 
     def run() -> bool:
@@ -132,10 +143,9 @@ def _version(name: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return f"{title} {importlib.import_module(name).__version__}"
-    except ModuleNotFoundError:
-        return f"no {title}"
-    except Exception:
-        return f"{title} that does not load"
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == name
+        return f"no {title}" if absent else f"{title} that does not load"
 
 
 def _compiler() -> str:
@@ -186,14 +196,25 @@ def _clear() -> int:
     try:
         amount = _amount(cache.contents())
         cache.clear()
-    except RuntimeError as error:  # there is no such place
+    except RuntimeError as error:  # there is no such place, or it is somebody else's
         print(f"problem: {error}")
         return 1
     except OSError as error:
         print(f"problem: {cache.wanted()} cannot be emptied ({error.strerror})")
         return 1
     print(f"removed from {cache.wanted()}: {amount}")
+    if others := _others():
+        print(f"left there: {others} that cuflash has not made, or is making")
     return 0
+
+
+def _others() -> str:
+    """Say how many things the folder holds that are not removed."""
+    try:
+        count = len([*cache.wanted().iterdir()])
+    except OSError:  # there is no folder
+        return ""
+    return f"{count} {'entry' if count == 1 else 'entries'}" if count else ""
 
 
 # --- whether it works -----------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from . import disk
+
 __all__ = [
     "Compiler",
     "HostKernel",
@@ -129,7 +131,8 @@ def find_compiler() -> Compiler:
     Raises
     ------
     RuntimeError
-        If there is none, or if ``$CXX`` does not work, or if this is not Linux.
+        If there is none, or if ``$CXX`` does not work, or if this is not Linux, or if the folder of
+        temporary files is full or mounted noexec.
     """
     if not sys.platform.startswith("linux"):
         raise RuntimeError("running kernels on the CPU needs Linux for now")
@@ -137,6 +140,8 @@ def find_compiler() -> Compiler:
     if chosen:
         try:
             return probe(tuple(shlex.split(chosen)))
+        except disk.Unusable:  # no compiler's fault
+            raise
         except (OSError, ValueError, RuntimeError) as error:
             raise RuntimeError(f"the C++ compiler that $CXX names does not work: {error}") from None
     candidates: list[tuple[str, ...]] = [
@@ -148,6 +153,8 @@ def find_compiler() -> Compiler:
     for command in candidates:
         try:
             return probe(command)
+        except disk.Unusable:
+            raise
         except (OSError, RuntimeError) as error:
             failures += f"; {shlex.join(command)} is there, but: {str(error).splitlines()[-1]}"
     raise RuntimeError(
@@ -159,10 +166,16 @@ def find_compiler() -> Compiler:
 def probe(command: tuple[str, ...]) -> Compiler:
     """Return the compiler that a command runs; RuntimeError or OSError if it does not work."""
     compiler = Compiler(command, _run([*command, "--version"]).strip())
-    with tempfile.TemporaryDirectory(prefix="cuflash-") as folder:
-        # A kernel's flags contain nearly all of the executor's.
-        compile_library(compiler, _TRIVIAL, (), Path(folder, "probe.so"), kernel=True)
-        ctypes.CDLL(str(Path(folder, "probe.so")))
+    try:
+        with tempfile.TemporaryDirectory(prefix="cuflash-") as folder:
+            # A kernel's flags contain nearly all of the executor's.
+            compile_library(compiler, _TRIVIAL, (), Path(folder, "probe.so"), kernel=True)
+            disk.load(Path(folder, "probe.so"), "TMPDIR")
+    except (OSError, RuntimeError) as error:
+        full = disk.explain(error)
+        if full is None:
+            raise
+        raise full from error
     return compiler
 
 
@@ -294,7 +307,7 @@ class Runtime:
     """
 
     def __init__(self, library: str | os.PathLike[str]) -> None:
-        self._library = ctypes.CDLL(os.fspath(library))
+        self._library = disk.load(Path(library), "CUFLASH_CACHE_DIR")
         self.launch = self._library.cuflash_launch
         self.launch.argtypes = (ctypes.POINTER(_Launch),)
         self.launch.restype = ctypes.c_int
@@ -317,7 +330,7 @@ class HostKernel:
         self._runtime = runtime
         self._name = name
         self._path = os.fspath(library)
-        self._library = ctypes.CDLL(self._path)
+        self._library = disk.load(Path(library), "CUFLASH_CACHE_DIR")
         self.instrumented = hasattr(self._library, "cuflash_instrumented")
         self._library.cuflash_params_bytes.restype = ctypes.c_size_t
         self._params_bytes = self._library.cuflash_params_bytes()

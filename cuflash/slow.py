@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import time
-import warnings
 
 import numpy as np
 
-from . import host
+from . import host, notice
 from .problem import Arrays, Problem
 
 __all__ = ["warn_if_slow"]
@@ -35,10 +34,8 @@ def warn_if_slow(direction: str, problem: Problem, inputs: Arrays) -> None:
     if seconds > _CPU_PATIENCE:
         _warned = True
         until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
-        warnings.warn(
-            f"cuflash: this {direction} on NumPy arrays will take about {seconds:.0f} seconds "
+        notice.warn(
+            f"this {direction} on NumPy arrays will take about {seconds:.0f} seconds "
             f"(until {until}): the CPU back end verifies kernels and is not fast. "
-            "Use CuPy arrays for speed",
-            RuntimeWarning,
-            stacklevel=6,  # where the public function was called
+            "Use CuPy arrays for speed"
         )

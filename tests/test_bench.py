@@ -361,6 +361,34 @@ def test_rows_say_time_speed_utilisation_and_ratio(one_set: None) -> None:
     assert rows[0]["utilisation"] == pytest.approx(tflops / (132 * 256 * 1500e-6), abs=1e-4)
 
 
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_growing_scores_are_of_the_forward_only(way: str, one_set: None) -> None:
+    """What most keys get back is below what the dtype can hold: exact results count as wrong."""
+    case = Case("growing", 1, 1, 1, 64, 4096, 8, 8, growing=way)
+    inputs = data.sets_of(case, "float32", np)[0]
+    exact = reference.attention_backward(inputs.dout, inputs.q, inputs.k, inputs.v)
+    rounded = tuple(x.astype("f4") for x in exact)
+    found = verify.errors(case, "backward", rounded, verify.expected(case, inputs, np), np)
+    assert verify.wrong(found, "float32") == ["dk", "dv"]
+
+    def fault(found: Any) -> None:
+        found[0][0, -1] *= 0.5  # one row of the last block
+
+    gpu = FakeGpu()
+    rows = run(gpu, [FakePeer(gpu, OURS, 0.5), FakePeer(gpu, "other", 1.0, fault)], [case])
+    kinds = {(row["variant"], row["direction"]): row["kind"] for row in rows}
+    assert kinds == {
+        **{(name, "forward"): "speed" for name in (OURS, "other")},
+        **{(name, "backward"): "skipped" for name in (OURS, "other")},
+    }
+    assert {row["reason"] for row in rows if row["kind"] == "skipped"} == {"of a forward only"}
+    assert [row["variant"] for row in rows if row.get("wrong") == ["out"]] == ["other"]
+    assert not any("backward" in what for what in gpu.log)
+    growing = {one.name for one in CASES if one.rejects("backward")}
+    assert growing == {"d128-growing-up", "d128-growing-down"}
+    assert not any(one.rejects("forward") for one in CASES)
+
+
 def test_a_wrong_result_has_no_speed_and_is_not_timed(one_set: None) -> None:
     def fault(found: Any) -> None:
         found[-1][-1, -6:] *= 0.5

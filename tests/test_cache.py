@@ -7,12 +7,14 @@ the point, `cache._can_write` is replaced.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import cache, compile, device, host, launch, select, source
+from cuflash import cache, compile, device, disk, host, launch, select, source
 from cuflash.dtypes import DTYPES
 from cuflash.plan import Delta, UnitPlan
 from cuflash.problem import Traits
@@ -288,6 +290,126 @@ print(path)
     assert result.returncode == 0, result.stderr
     path = Path(result.stdout.strip())
     assert tmp_path / "tmp" in path.parents and not path.parent.exists()
+
+
+def test_the_warning_names_the_line_of_the_call(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    x = np.ones((5, 2, 8), "f4")
+    with pytest.warns(RuntimeWarning, match="^cuflash: not caching in ") as caught:
+        line = sys._getframe().f_lineno + 1
+        cuflash.attention(x, x, x)
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
+
+
+# --- disks that are full, and disks that run no programs ------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["disk", "quota"])
+def test_a_full_disk_is_named(folder: Path, number: int) -> None:
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(number, os.strerror(number))
+
+    message = rf"no room is left in {folder}: delete something there, .* in CUFLASH_CACHE_DIR$"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        cache.cached("a.so", fail)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("full", [("cache",), ("tmp",), ("cache", "tmp")], ids=" and ".join)
+def test_a_compiler_that_found_a_full_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: tuple[str, ...]
+) -> None:
+    """Whatever it said."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(disk, "_has_room", lambda path: path.name not in full)
+
+    def fail(path: Path) -> None:
+        raise RuntimeError("it ended with signal 7")
+
+    names = {"cache": "CUFLASH_CACHE_DIR", "tmp": "TMPDIR"}
+    with pytest.raises(RuntimeError) as caught:
+        cache.cached("a.so", fail)
+    folders = " and ".join(str(tmp_path / name) for name in full)
+    assert f"no room is left in {folders}: " in str(caught.value)
+    assert str(caught.value).endswith(f" in {' and '.join(names[name] for name in full)}")
+
+
+def test_other_errors_come_through(folder: Path) -> None:
+    for error in (RuntimeError("does not compile"), OSError(errno.EIO, "the disk is broken")):
+
+        def fail(path: Path, error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)) as caught:
+            cache.cached("a.so", fail)
+        assert caught.value is error
+
+
+def test_a_folder_that_libraries_cannot_be_loaded_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "a.so"
+    library.write_text("no library")
+    with pytest.raises(OSError, match=r"a\.so"):
+        disk.load(library, "CUFLASH_CACHE_DIR")
+    status = types.SimpleNamespace(f_flag=os.ST_NOEXEC)
+    monkeypatch.setattr(disk.os, "statvfs", lambda path: status)
+    message = rf"cannot be loaded from {tmp_path}, .* noexec\): .* in CUFLASH_CACHE_DIR$"
+    with pytest.raises(RuntimeError, match=message):
+        disk.load(library, "CUFLASH_CACHE_DIR")
+
+
+def mounted(folder: Path, options: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that sees a file system of its own in a folder."""
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare to mount with")
+    folder.mkdir()
+    mount = f"mount -t tmpfs -o mode=700,{options} tmpfs {folder}"
+    apart = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    tried = subprocess.run([*apart, mount], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"nothing can be mounted here: {tried.stderr.strip()}")
+    return subprocess.run(
+        [*apart, f'{mount} && exec "$@"', "sh", sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+CALL = "import numpy as np, cuflash; x = np.ones((5, 2, 8), 'f4'); cuflash.attention(x, x, x)"
+AHEAD = "import cuflash; cuflash.precompile('float32', 8, arch='sm_90', direction='forward')"
+
+
+@pytest.mark.parametrize(
+    ("variable", "code"),
+    [("CUFLASH_CACHE_DIR", CALL), ("CUFLASH_CACHE_DIR", AHEAD), ("TMPDIR", CALL)],
+    ids=["cpu", "gpu", "temporary files"],
+)
+def test_a_disk_that_is_really_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, code: str
+) -> None:
+    monkeypatch.setenv(variable, str(tmp_path / "small"))
+    done = mounted(tmp_path / "small", "size=8k", code)
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert f"no room is left in {tmp_path / 'small'}: delete" in last
+    assert last.endswith(f" in {variable}")
+
+
+@pytest.mark.parametrize("variable", ["CUFLASH_CACHE_DIR", "TMPDIR"])
+def test_a_disk_that_really_runs_no_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, str(tmp_path / "noexec"))
+    done = mounted(tmp_path / "noexec", "noexec", CALL)
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert f"cannot be loaded from {tmp_path / 'noexec'}" in last and "noexec)" in last
+    assert last.endswith(f" in {variable}") and "install" not in last
 
 
 # --- files that are damaged, and processes that meet ----------------------------------------------

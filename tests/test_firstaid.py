@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 import cuflash
-from cuflash import cache, compile, device, environment, firstaid
+from cuflash import cache, compile, device, environment, firstaid, host
 from cuflash.plan import Delta
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +96,11 @@ def problems(done: Any) -> list[str]:
     return [x.removeprefix("problem: ") for x in done.stdout.splitlines() if "problem: " in x]
 
 
+def absent(done: Any) -> list[str]:
+    assert not done.stderr, done.stderr
+    return [x.removeprefix("absent: ") for x in done.stdout.splitlines() if "absent: " in x]
+
+
 def said(code: str, **options: Any) -> str:
     """Run code that raises; returns the error's kind and message, which must be one sentence."""
     done = run(code, **options)
@@ -138,7 +144,8 @@ def test_no_cupy(name: str) -> None:
     message = said(stranger(name), hidden=("cupy",))
     assert message.startswith(f"RuntimeError: q: {NO_CUPY}") and "cupy-cuda13x" in message
     done = run(SELF_TEST, hidden=("cupy",))
-    assert any(problem.startswith(NO_CUPY) for problem in problems(done))
+    assert any(text.startswith(NO_CUPY) for text in absent(done))
+    assert problems(done) == [] and "no problems" in done.stdout
     assert done.returncode == 0 and "no CuPy" in done.stdout and "NVRTC:" not in done.stdout
 
 
@@ -283,7 +290,36 @@ cuflash.attention(Tensor(), Tensor(), Tensor())
     assert f"; {want}" in message
     assert want not in said(code)
     done = run(SELF_TEST, hidden=("ml_dtypes", "cupy"))
-    assert any(problem.startswith(want) for problem in problems(done))
+    assert [text.startswith(want) for text in absent(done)] == [False, True]
+    assert problems(done) == [] and done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["ImportError('made for NumPy 1\\nmore')", "ModuleNotFoundError('made for NumPy 1', name='x')"],
+    ids=["import", "module"],
+)
+def test_an_ml_dtypes_that_does_not_load(tmp_path: Path, fault: str) -> None:
+    (tmp_path / "ml_dtypes.py").write_text(f"raise {fault}")
+    want = (
+        "bfloat16 arrays need the package ml_dtypes, which does not load (made for NumPy 1); "
+        "install it anew, for this Python and NumPy: `pip install -U --force-reinstall --no-deps"
+    )
+    done = run(SELF_TEST, hidden=("cupy",), first=str(tmp_path))
+    assert [text[: len(want)] for text in problems(done)] == [want]
+    assert "ml_dtypes that does not load" in done.stdout and done.returncode == 0
+    code = "from cuflash.testing.cases import numpy_dtype; numpy_dtype('bfloat16')"
+    assert want in said(code, first=str(tmp_path))
+
+
+def test_a_compiler_that_does_not_work_is_shown_once() -> None:
+    """Each attempt has another folder, so that the text differs."""
+    command = f"{shlex.join(host.find_compiler().command)} --no-such-option"
+    done = run(SELF_TEST, hidden=("cupy",), CXX=command)
+    assert done.returncode == 1 and not done.stderr
+    assert done.stdout.count("problem: ") == 1
+    assert f"problem: the C++ compiler that $CXX names does not work: {command} " in done.stdout
+    assert "C++ compiler: none\n" in done.stdout and "NumPy arrays: do not work\n" in done.stdout
 
 
 # --- the page on machines with GPUs ---------------------------------------------------------------
@@ -374,16 +410,43 @@ def test_clear(
         (folder / f".{made.path.name}.{age}_1").touch()
     for name in names[:2]:
         os.utime(folder / name, (0, 0))
+    (folder / ".compile-old" / f".{made.path.name}.cpp").touch()
+    os.utime(folder / ".compile-old", (0, 0))
+    (folder / ".compile-settings").mkdir()
+    (folder / ".compile-settings" / "mine.txt").touch()
+    os.utime(folder / ".compile-settings", (0, 0))
+    (folder / "delta-cpu-0123456789abcdef01234567.so").mkdir()
     (folder / "libother.so").write_text("somebody's")
     assert [path.name for path in cache.contents()] == names
     assert firstaid.main(["--clear"]) == 0
-    left = {".compile-new", f".{made.path.name}.new_1", "libother.so"}
+    left = {".compile-new", f".{made.path.name}.new_1", "libother.so", ".compile-settings"}
+    left |= {"delta-cpu-0123456789abcdef01234567.so"}
     assert {path.name for path in folder.iterdir()} == left
-    assert f"removed from {folder}: 3 files, " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"removed from {folder}: 3 files, " in said
+    assert "left there: 5 entries that cuflash has not made, or is making" in said
     assert firstaid.main(["--clear"]) == 0  # also of a cache that is empty, or not there
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "nowhere"))
     assert firstaid.main(["--clear"]) == 0
     cache._readable.cache_clear()
+
+
+def test_clear_refuses_the_folder_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root could."""
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    kernel = tmp_path / "delta-sm_90-0123456789abcdef01234567.cubin"
+    kernel.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+        assert firstaid.main(["--clear"]) == 1
+    said = capsys.readouterr().out
+    owner = tmp_path.owner()
+    assert kernel.exists()
+    assert said.startswith(f"problem: nothing is removed from {tmp_path}, which belongs to {owner}")
+    assert said.endswith("name your own folder in CUFLASH_CACHE_DIR\n")
+    assert firstaid.main(["--clear"]) == 0 and not kernel.exists()
 
 
 def test_debug_says_what_is_compiled(

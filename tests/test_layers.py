@@ -39,9 +39,10 @@ ORDER = [
 ]
 ORDER += ["merge", "packed", "options", "problem", "destinations", "layout", "checks"]
 LEAVES = {"gradients", "reference", "dropout", "arrays", "dtypes", "device", "source", "cache"}
-LEAVES |= {"host", "reference_arguments", "tensormap", "environment"}
+LEAVES |= {"host", "reference_arguments", "tensormap", "environment", "disk", "notice"}
 AMONG_LEAVES = {("reference", leaf) for leaf in ("gradients", "dropout", "reference_arguments")}
 AMONG_LEAVES |= {(leaf, "environment") for leaf in ("arrays", "device")}
+AMONG_LEAVES |= {("cache", "disk"), ("cache", "notice"), ("host", "disk")}
 
 #: The same within the package plan.
 ORDER_OF_PLANS = ["__init__", "simt", "sm90", "mma", "small", "base"]
