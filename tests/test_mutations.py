@@ -1310,9 +1310,9 @@ MUTANTS = [
             ),
             (
                 "gradients-written-over-the-next-entry",
-                _FRAGMENT,
+                _SWIZZLED,
                 "one",
-                "at_row >= to.rows ||",
+                "if (r >= rows) continue;",
                 "",
             ),
             (
@@ -1463,6 +1463,15 @@ MUTANTS = [
                 "values",
                 "apart-",
                 "swap(piece.v[1], piece.v[3], 2);",
+                "",
+                0,
+            ),
+            (
+                "gradients-of-wide-heads-written-past-the-end",
+                _FRAGMENT,
+                "values",
+                "apart-",
+                "at_row >= to.rows ||",
                 "",
                 0,
             ),
