@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 __all__ = [
@@ -38,22 +39,22 @@ def import_cupy() -> Any:
     RuntimeError
         It does not load.
     """
+    return _import(
+        "cupy",
+        f"arrays on a GPU need CuPy, which is not installed; {_INSTALL_CUPY}",
+        lambda reason: f"CuPy does not load ({reason}); {_INSTALL_CUPY}",
+    )
+
+
+def _import(name: str, absent: str, broken: Callable[[str], str]) -> Any:
+    """Return a module; `absent` and `broken`, of the reason, say what lacks otherwise."""
     try:
-        import cupy
-    except ModuleNotFoundError as error:
-        if error.name != "cupy":
-            raise RuntimeError(f"CuPy does not load ({error}); {_INSTALL_CUPY}") from error
-        raise Absent(
-            f"arrays on a GPU need CuPy, which is not installed; {_INSTALL_CUPY}"
-        ) from error
+        return importlib.import_module(name)
     except Exception as error:  # a library that lacks, or one of another version of Python or NumPy
-        raise RuntimeError(f"CuPy does not load ({_reason(error)}); {_INSTALL_CUPY}") from error
-    return cupy
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            raise Absent(absent) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RuntimeError(broken(reason)) from error
 
 
 def gpu_count() -> int:
@@ -97,20 +98,14 @@ def import_ml_dtypes() -> Any:
     RuntimeError
         It does not load.
     """
-    try:
-        return importlib.import_module("ml_dtypes")
-    except ModuleNotFoundError as error:
-        if error.name == "ml_dtypes":
-            raise Absent(
-                "bfloat16 arrays need the package ml_dtypes, which is not installed: "
-                "`pip install ml_dtypes`"
-            ) from error
-        reason = _reason(error)
-    except Exception as error:  # made for another version of Python or NumPy
-        reason = _reason(error)
-    raise RuntimeError(
-        f"bfloat16 arrays need the package ml_dtypes, which does not load ({reason}); install it "
-        "anew, for this Python and NumPy: `pip install -U --force-reinstall --no-deps ml_dtypes`"
+    needed = "bfloat16 arrays need the package ml_dtypes, which"
+    return _import(
+        "ml_dtypes",
+        f"{needed} is not installed: `pip install ml_dtypes`",
+        lambda reason: (
+            f"{needed} does not load ({reason}); install it anew, for this Python and NumPy: "
+            "`pip install -U --force-reinstall --no-deps ml_dtypes`"
+        ),
     )
 
 
