@@ -29,6 +29,7 @@ Row = dict[str, Any]
 README = ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
 GIB, MIB = 2**30, 2**20
+STEADY = 1.25  # the ninth decile of a call's rounds over the first, at most
 
 #: Variants as a reader knows them; the order is that of legends and tables.
 NAMES = {
@@ -48,21 +49,32 @@ class Results:
     """What was measured: the grid with peers, and two parts of the GPU record."""
 
     grid: list[Row]
+    unsteady: int  # times that are left out of it
     record: list[Row]
     memory: list[Row]
     machine: Row  # of the record
 
     @classmethod
     def read(cls, folder: Path = ROOT / "bench" / "results") -> Results:
-        """Read the committed files. Of a call that was timed twice, the later row counts."""
+        """Read the committed files. Of a call that was timed twice, the later row counts.
+
+        Of the grid, a time whose rounds differ by more than `STEADY` is left out: something else
+        was timed, be it in our favour or in a peer's.
+        """
         names = {case.name for case in groups()["grid"]}
         lines = (folder / "grid.jsonl").read_text(encoding="utf-8").splitlines()
         record = json.loads((folder / "gpu-check.json").read_text(encoding="utf-8"))
         parts = record["parts"]
         memory = [row for row in parts["memory"]["rows"] if row["kind"] == "memory"]
-        grid = _timed([json.loads(line) for line in lines])
+        grid = [
+            row
+            for row in _timed([json.loads(line) for line in lines])
+            if row["case"] in names and row["dtype"] == "bfloat16"
+        ]
+        steady = [row for row in grid if row["p90"] <= STEADY * row["p10"]]
         return cls(
-            [row for row in grid if row["case"] in names and row["dtype"] == "bfloat16"],
+            steady,
+            len(grid) - len(steady),
             _timed(parts["speed"]["rows"]),
             memory,
             record["machine"],
@@ -152,6 +164,9 @@ def peers_table(results: Results) -> list[str]:
     about = f"Geometric means over up to {cells} cells, in brackets the least and the most: "
     head = ["cuflash is as fast as", "forward, times", "backward, times"]
     text = about + "bfloat16, " + _conditions(results.grid, results.grid[0]["machine"])
+    if results.unsteady:
+        share = f"{STEADY - 1:.0%}".replace("%", " %")
+        text += f" Times whose rounds differ by more than {share} are left out: {results.unsteady}."
     return [*_table(head, "lrr", table), "", text]
 
 

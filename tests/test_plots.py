@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,21 @@ def test_later_rows_count() -> None:
     row = {"kind": "speed", "case": "a", "direction": "forward", "dtype": "b", "variant": "c"}
     rows = [{**row, "tflops": 1.0}, {**row, "tflops": 2.0}, {**row, "wrong": ["out"]}]
     assert plots._timed(rows) == [rows[1]]
+
+
+def test_times_that_scatter_are_left_out(tmp_path: Path) -> None:
+    folder = ROOT / "bench" / "results"
+    lines = (folder / "grid.jsonl").read_text(encoding="utf-8").splitlines()
+    peer = next(row for row in RESULTS.grid if row["variant"] == "torch-cudnn")
+    changed = {**peer, "p10": 1.0, "p90": 1.01 * plots.STEADY}
+    (tmp_path / "grid.jsonl").write_text("\n".join([*lines, json.dumps(changed)]))
+    shutil.copy(folder / "gpu-check.json", tmp_path)
+    results = Results.read(tmp_path)
+    assert results.grid == [row for row in RESULTS.grid if row != peer]
+    assert results.unsteady == RESULTS.unsteady + 1
+    assert plots.peers_table(results)[-1].endswith(
+        f" Times whose rounds differ by more than 25 % are left out: {results.unsteady}."
+    )
 
 
 def test_every_peer_has_a_name() -> None:
