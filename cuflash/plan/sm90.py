@@ -115,14 +115,14 @@ class BackwardSm90(_BackwardMma):
 
     @property
     def smem_bytes(self) -> int:
-        """The tiles, and dq; two numbers a row; jobs; a step, a word, barriers of stages; 13."""
+        """The tiles, and dq; two numbers a row; jobs; steps, words of warps, and barriers."""
         elements = (self.tile_kv + self.stages * self.tile_q) * self.dim
         elements += (self.tile_kv + self.dout_stages * self.tile_q) * self.dim_v
         elements += 2 * self.tile_q * self.tile_kv
         # dq in float32: two elements each.
         elements += 2 * self.dq_places * self.tile_q * self.dim // self.splits
-        rest = self.stages * (8 * self.tile_q + 8 + 4 + 24) + self.dout_stages * 16
-        rest += 3 * 96 + 8 + 8 * 13
+        rest = self.stages * (8 * self.tile_q + 8 + 16) + self.dout_stages * 16
+        rest += 3 * 96 + 8 + 8 * (self.threads // 32 - 4) + 8 * 13
         return ceil_div(elements * DTYPES[self.dtype].itemsize + rest, 1024) * 1024
 
     def parts(self, problem: Problem) -> int:

@@ -6,11 +6,10 @@
 // head. It walks the query heads of the group and their query tiles. Scores are transposed: rows
 // are keys. A warpgroup that computes has 64 keys; where heads are wide, kColumnGroups of them have
 // the same keys and compute the same scores, but have a share of the columns of dk and dv each.
-// The warps of a further warpgroup have a role each: one takes jobs and loads, one looks through K,
-// Q and dout, and two bring dq to its sums, each every other part of it, when it is the job's turn.
+// Of a further warpgroup one warp takes jobs and loads, and two bring dq to its sums, each every
+// other part of it, when it is the job's turn.
 //
 //     load      q0 k dout0 v   q1 dout1           ..  | q0 k dout0 v ..      as places are free
-//     look         k q0 dout0     q1 dout1        ..  | k q0 ..              infinite or NaN?
 //     compute      s = k q^T, dp = v dout^T | p, ds | dv += p dout, dq = ds^T k, dk += ds q | ..
 //     (dq)                                     wait for the turn, add dq, end the turn
 //
@@ -29,13 +28,12 @@
 //
 // Barriers, and who arrives (lanes are one of a warp):
 //   job_full[slot]    the one who takes jobs
-//   job_empty[slot]   lanes of the one who looks, of the two who bring dq, once its turns are over,
-//                     and of the first computing warp, once it has copied the job: see begin()
+//   job_empty[slot]   lanes of the two who bring dq, once its turns are over, and of the first
+//                     computing warp, once it has copied the job: see begin()
 //   k_full, v_full    the loader, and the bytes
-//   k_empty, v_empty  lanes of the computing warps; of K also the one who looks
+//   k_empty, v_empty  lanes of the computing warps
 //   q_full, dout_full the loader, and the bytes, with those of the row statistics for q
-//   seen              the one who looks: at this visit's tiles, and before them at the job's keys
-//   q_empty, dout_empty   lanes of the computing warps, and the one who looks
+//   q_empty, dout_empty   lanes of the computing warps
 //   dq_full[i]        lanes of the computing warps: every other part of dq is in shared memory
 //   dq_empty[i]       the one who brings it to the sums, once he has read it; a second part goes
 //                     through the place of Q, and of that he tells q_empty too
@@ -113,6 +111,7 @@ __device__ __forceinline__ void turn(
     hw::wgmma_wait<0>();
     hw::pin(swizzled::listed(s));
     hw::pin(swizzled::listed(dp));
+    if (!kPlain) suspect(smem, stage, group, s, dp);
 
     const int row = row_of_warp(group);
     const VisitedPairs x = pairs_at(p, smem, stage, row);
@@ -131,8 +130,7 @@ __device__ __forceinline__ void turn(
     hw::fence_proxy_async();
     sync_computing();
     if (!kPlain) {
-        hw::mbarrier_wait(smem.seen[stage.at()], stage.parity());
-        const int32 found = uniform(smem.special[stage.at()]);
+        const int32 found = is_suspect(smem, stage) ? search(smem, q, dout) : 0;
         if (found & kOfQueries) {
             clear(q);
             clear(dout);
@@ -227,22 +225,24 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
         hw::prefetch(p.v);
         hw::prefetch(p.o);
         smem.again = smem.passed = 0;
+        for (auto& visits : smem.suspects) {
+            for (uint32& visit : visits) visit = 0;
+        }
         for (int i = 0; i < kJobs; ++i) {
             hw::mbarrier_init(smem.job_full[i], 1);
             hw::mbarrier_init(smem.job_empty[i], kJobReaders);
         }
         hw::mbarrier_init(smem.k_full, 1);
-        hw::mbarrier_init(smem.k_empty, kComputingWarps + 1);
+        hw::mbarrier_init(smem.k_empty, kComputingWarps);
         hw::mbarrier_init(smem.v_full, 1);
         hw::mbarrier_init(smem.v_empty, kComputingWarps);
         for (int i = 0; i < plan::kStages; ++i) {
             hw::mbarrier_init(smem.q_full[i], 1);
-            hw::mbarrier_init(smem.q_empty[i], kComputingWarps + 1);
-            hw::mbarrier_init(smem.seen[i], 1);
+            hw::mbarrier_init(smem.q_empty[i], kComputingWarps);
         }
         for (int i = 0; i < plan::kDoutStages; ++i) {
             hw::mbarrier_init(smem.dout_full[i], 1);
-            hw::mbarrier_init(smem.dout_empty[i], kComputingWarps + 1);
+            hw::mbarrier_init(smem.dout_empty[i], kComputingWarps);
         }
         for (int i = 0; i < 2; ++i) {
             hw::mbarrier_init(smem.dq_full[i], kComputingWarps);
@@ -262,10 +262,7 @@ extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)
     if constexpr (kGroups > 1) hw::registers_decrease<kFewRegisters>();
     if (warp == 0) {
         lead(p, smem);
-    } else if (warp == 1) {
-        Stages stage;
-        follow<Slots>(smem, [&](const Job& job) { look_through(smem, job, stage); });
-    } else {
+    } else if (warp > 1) {
         DqParts at;
         follow<Slots>(smem, [&](const Job& job) {
             if (hw::elect_one()) bring_dq(p.call, smem, job, at, static_cast<uint32>(warp - 2));

@@ -40,7 +40,7 @@ static_assert(kDqCols % QueryTile::kChunk == 0 && kColsV % DoutTile::kChunk == 0
               "whole chunks of columns");
 
 constexpr int kJobs = 2;        // that are known at most
-constexpr int kJobReaders = 4;  // warps: see job_empty
+constexpr int kJobReaders = 3;  // warps: see job_empty
 
 // Infinities or NaN, where something is hidden: in K, in Q or dout.
 constexpr int32 kOfKeys = 1, kOfQueries = 2;
@@ -73,13 +73,12 @@ struct Smem {
     Job job;  // of those who compute: a copy, since registers have no room for a changing address
     uint32 passed;  // how many they have begun
     Step steps[plan::kStages];
-    int32 special[plan::kStages];  // what was found, where something is hidden
-    int32 again;                   // parity of again_full
+    uint32 suspects[2][kComputingWarps];  // visits that a warp suspects: see suspect()
+    int32 again;                          // parity of again_full
     hw::MBarrier job_full[kJobs], job_empty[kJobs];
     hw::MBarrier k_full, k_empty, v_full, v_empty;
     hw::MBarrier q_full[plan::kStages], q_empty[plan::kStages];
     hw::MBarrier dout_full[plan::kDoutStages], dout_empty[plan::kDoutStages];
-    hw::MBarrier seen[plan::kStages];
     hw::MBarrier dq_full[2], dq_empty[2];
     hw::MBarrier again_full;
 };
@@ -89,11 +88,6 @@ using Slots = Ring<kJobs>;
 using Stages = Ring<plan::kStages>;
 using DoutStages = Ring<plan::kDoutStages>;
 using DqParts = Ring<2>;  // of all visits: two have a barrier each to wait at
-
-__device__ __forceinline__ bool hides_any(const Job& job) {
-    const TileRange any = job.tiles.any, all = job.tiles.all;
-    return all.last - all.first < any.last - any.first;
-}
 
 __device__ __forceinline__ uint32 thread_of_group() {
     return hw::forget(static_cast<uint32>(threadIdx.x)) % kGroupThreads;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tiles of backward_sm90.cu: loaded, looked through for what is infinite or NaN, cleared of it,
+// The tiles of backward_sm90.cu: loaded, searched for what is infinite or NaN, cleared of it,
 // loaded again, and released.
 #pragma once
 #include "attention/backward_sm90_smem.cuh"
@@ -11,6 +11,7 @@
 #include "parts/jobs.cuh"
 #include "parts/pipeline.cuh"
 #include "parts/row_stats.cuh"
+#include "parts/softmax.cuh"
 #include "parts/swizzled.cuh"
 #include "parts/work.cuh"
 
@@ -63,29 +64,45 @@ __device__ __forceinline__ void load_all(const TmaParams& p,
     }
 }
 
-// Says whether K, and tiles of Q and dout that something is hidden from, have infinities or NaN.
-__device__ __forceinline__ void look_through(Smem& smem, const Job& job, Stages& stage) {
-    int32 keys = 0;
-    if (job.heads > 0) {
-        hw::mbarrier_wait(smem.k_full, job.part.parity());
-        if (hides_any(job) && swizzled::has_special(smem.k)) keys = kOfKeys;
-        arrive(smem.k_empty);
+// Notes whether tiles of a visit may have infinities or NaN: one of K or Q makes one of each of its
+// scores, one of dout of each of its gradients of weights, whatever it is multiplied by. They may
+// also come from V, or be too large. A warp, before a barrier of all who compute.
+template <int kCols8>
+__device__ __forceinline__ void suspect(Smem& smem,
+                                        Stages stage,
+                                        int group,
+                                        const float (&s)[1][kCols8][4],
+                                        const float (&dp)[1][kCols8][4]) {
+    float sums[2] = {};
+#pragma unroll
+    for (int n = 0; n < kCols8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i % 2] = fmaf(s[0][n][i], dp[0][n][i], sums[i % 2]);
     }
-#pragma unroll 1
-    for (Visit visit = Visit::first(job); visit.exists(job); stage.next(), visit.next(job)) {
-        const int at = stage.at();
-        const DoutStages dout = {stage.count};
-        hw::mbarrier_wait(smem.q_full[at], stage.parity());
-        hw::mbarrier_wait(smem.dout_full[dout.at()], dout.parity());
-        if (visit.hides(job)) {
-            const bool found =
-                swizzled::has_special(smem.q[at]) | swizzled::has_special(smem.dout[dout.at()]);
-            if (fragment::lane() == 0) smem.special[at] = keys | (found ? kOfQueries : 0);
-        }
-        arrive(smem.seen[at]);
-        arrive(smem.q_empty[at]);
-        arrive(smem.dout_empty[dout.at()]);
+    const float sum = sums[0] + sums[1];
+    const bool any = __any_sync(0xffffffffu, !(fabsf(sum) < softmax::infinity<float>()));
+    if (any && fragment::lane() == 0) {
+        const uint32 warp = 4 * group + thread_of_group() / 32;
+        smem.suspects[stage.count % 2][warp] = stage.count + 1;
     }
+}
+
+// Has a warp noted that? Behind the barrier; a warp.
+__device__ __forceinline__ bool is_suspect(const Smem& smem, Stages stage) {
+    static_assert(kComputingWarps <= 32, "a lane each");
+    const int lane = fragment::lane();
+    return __any_sync(0xffffffffu, lane < kComputingWarps &&
+                                       smem.suspects[stage.count % 2][lane] == stage.count + 1);
+}
+
+// Which of the tiles have infinities or NaN. All who compute; nobody changes a tile before the end.
+__device__ __forceinline__ int32 search(const Smem& smem,
+                                        const QueryTile& q,
+                                        const DoutTile& dout) {
+    int32 found = swizzled::has_special<1>(q) || swizzled::has_special<1>(dout) ? kOfQueries : 0;
+    if (swizzled::has_special<1>(smem.k)) found |= kOfKeys;
+    sync_computing();
+    return found;
 }
 
 // Makes 0 of what is infinite or NaN, between barriers of all who compute. add_special() sees to

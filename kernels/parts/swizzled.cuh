@@ -75,13 +75,13 @@ __device__ __forceinline__ void store(const hw::TensorMap& map,
 }
 
 // Is any element of a tile infinite or NaN? For all lanes of a warp.
-template <class Tile>
+template <int kAtOnce = 4, class Tile>
 __device__ __forceinline__ bool has_special(const Tile& tile) {
     using Piece = hw::Vec<uint32, 4>;
     const auto* const pieces = reinterpret_cast<const Piece*>(tile.at);
     uint32 bits = 0;
-#pragma unroll 4
-    for (int i = fragment::lane(); i < Tile::kBytes / 16; i += 32) {
+#pragma unroll kAtOnce
+    for (int i = hw::forget(fragment::lane()); i < Tile::kBytes / 16; i += 32) {
         const Piece piece = pieces[i];
 #pragma unroll
         for (int j = 0; j < 4; ++j) bits |= fragment::special_bits(piece.v[j]);
