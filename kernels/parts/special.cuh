@@ -85,16 +85,25 @@ __device__ __forceinline__ void sums(float (&x)[2][4], const Tile& b, int col, S
     }
 }
 
-// Adds that to fragments of sums, of all columns of b: sees(slab, i, k).
+// Adds that to fragments of sums, of all columns of b: sees(slab, i, k). Rare, so that it is to be
+// short: wide results have one loop for all columns, which finds its fragments by comparing their
+// numbers. Narrow ones may leave no registers for that.
 template <bool kSigned = true, int kSlabs, int kColumns8, class Tile, class Sees>
 __device__ __forceinline__ void add(float (&to)[kSlabs][kColumns8][4], const Tile& b, Sees sees) {
+    constexpr int kAtOnce = kColumns8 <= 8 ? kColumns8 : 1;
+#pragma unroll kAtOnce
+    for (int first = 0; first < kColumns8; first += 2) {
 #pragma unroll
-    for (int pair = 0; pair < kSlabs * kColumns8 / 2; ++pair) {
-        const int slab = pair % kSlabs, n = pair / kSlabs * 2;
-        float x[2][4];
-        sums<kSigned>(x, b, 8 * n, [&](int i, int k) { return sees(slab, i, k); });
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            float x[2][4];
+            sums<kSigned>(x, b, 8 * first, [&](int i, int k) { return sees(slab, i, k); });
 #pragma unroll
-        for (int i = 0; i < 8; ++i) to[slab][n + i / 4][i % 4] += x[i / 4][i % 4];
+            for (int n = 0; n < kColumns8; ++n) {
+                if (n - n % 2 != first) continue;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) to[slab][n][i] += x[n % 2][i];
+            }
+        }
     }
 }
 
