@@ -92,7 +92,7 @@ __device__ __forceinline__ void finish_row(float (&s)[kSlabs][kKeys8][4],
             float& x = s[r / 2][n][r % 2 * 2 + i];
             bool seen = true;
             if constexpr (kHides) seen = sees(n, i);
-            if constexpr (plan::kBias) {
+            if constexpr (kHides && plan::kBias) {
                 float added = 0.0f;
                 if constexpr (kWords != BiasWords::kNone) {
                     added = words.template added<kWords>(r, n, i);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void finish_row(float (&s)[kSlabs][kKeys8][4],
             }
             if constexpr (plan::kAlibi)
                 x -= score.penalty(distance - static_cast<float>(8 * n + i));
-            if ((kHides || plan::kBias) && !seen) x = -softmax::infinity<float>();
+            if (kHides && !seen) x = -softmax::infinity<float>();
         }
     }
 }
