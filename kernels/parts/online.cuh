@@ -63,8 +63,9 @@ __device__ __forceinline__ void soften(float (&s)[kSlabs][kKeys8][4], const Scor
     } else {
         for_each(s, [&](float& x) {
             x = softmax::scaled(ratio, x);
-            x = softmax::scaled(score.cap,
-                                fabsf(x) <= 1.0f ? softmax::tanh_small(x) : softmax::tanh_any(x));
+            // Both, since a choice between them would be a branch for each number.
+            const float small = softmax::tanh_small(x), any = softmax::tanh_any(x);
+            x = softmax::scaled(score.cap, fabsf(x) <= 1.0f ? small : any);
         });
     }
 }
