@@ -233,12 +233,14 @@ __device__ __forceinline__ void write_rows(const Matrix& to,
             if (to.aligned == 16) {
                 hw::store(reinterpret_cast<Piece*>(at), piece);
             } else {
-#pragma unroll
-                for (int c = 0; c < 8; ++c) {
-                    if (col + c >= to.cols) break;
-                    const uint32 bits = piece.v[c / 2] >> (c % 2 * 16);
+                // A short loop: what the piece holds moves down, 16 bits an element.
+                uint64 low = piece.v[0] | uint64{piece.v[1]} << 32;
+                uint64 high = piece.v[2] | uint64{piece.v[3]} << 32;
+#pragma unroll 1
+                for (int c = 0; c < min(8, to.cols - col); ++c) {
                     hw::store(reinterpret_cast<unsigned short*>(at + c * to.stride_col),
-                              static_cast<unsigned short>(bits));
+                              static_cast<unsigned short>(low));
+                    low = low >> 16 | high << 48, high >>= 16;
                 }
             }
         }
