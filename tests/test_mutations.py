@@ -310,7 +310,7 @@ MUTANTS = [
             (
                 "hidden-tiles-not-masked",
                 _ONLINE,
-                "if ((kHides || plan::kBias) && !seen) x",
+                "if (kHides && !seen) x",
                 "if (false) x",
             ),
             (
@@ -1160,13 +1160,20 @@ MUTANTS = [
                 "",
             ),
             (
-                "released-before-they-are-looked-through",
+                "special-queries-not-suspected",
+                _GRADIENTS_SM90_TILES,
+                "values",
+                "one",
+                "smem.suspects[stage.count % 2][warp] = stage.count + 1;",
+                "",
+            ),
+            (
+                "cleared-while-others-search",
                 _GRADIENTS_SM90_TILES,
                 "races",
-                "one",
-                "if (visit.hides(job)) {\n            const bool",
-                "arrive(smem.q_empty[at]);\n        if (visit.hides(job)) {\n"
-                "            const bool",
+                "two",
+                "sync_computing();\n    return found;",
+                "return found;",
             ),
             (
                 "rows-of-out-read-before-they-are-written",

@@ -15,8 +15,8 @@
 //
 // p and ds are left operands in registers; ds also goes through shared memory, where all
 // warpgroups find it for dq. Of dq a warpgroup has 64 queries, or, where a tile has no more, a
-// share of the columns, in kSplits parts one after the other. dk and dv are written from registers,
-// while the tiles of the next job come.
+// share of the columns, in kSplits parts one after the other. dk and dv are written through the
+// place of ds that the last visit left alone, while the tiles of the next job come.
 //
 // Turns. The part of dq that a job has for a query tile waits for those of all earlier key tiles of
 // the head. These jobs have lower indices, and an index is a ticket, from a block's first job on:

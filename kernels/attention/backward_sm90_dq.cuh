@@ -51,7 +51,7 @@ __device__ __forceinline__ void tell_dq(Smem& smem, DqParts at) {
     arrive(smem.dq_full[at.at()]);
 }
 
-// it.
+// Starts to add a part of dq to its sums, or to store it, if it is the first. One thread.
 __device__ __forceinline__ void add_dq(const float* from, float* sums, int split, bool first) {
 #pragma unroll 1
     for (int warp = 0; warp < kComputingWarps; ++warp) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dk and dv of backward_sm90.cu: from registers to the arrays, and what is special in tiles that
-// not all see, which is added to all three gradients afterwards.
+// dk and dv of backward_sm90.cu: from registers through shared memory to the arrays, and what is
+// special in tiles that not all see, which is added to all three gradients afterwards.
 #pragma once
 #include "attention/backward_sm90_smem.cuh"
 #include "attention/backward_sm90_tiles.cuh"
@@ -23,7 +23,7 @@ struct Sums {
 // What a warp's results go through on their way out: its share of a tile of gradients of scores
 // that no product needs any more.
 constexpr int kShare = ScoreTile::kBytes / kComputingWarps;
-using OutTile = swizzled::Tile < 16, kShare<2048 ? kShare / 32 : 64>;
+using OutTile = swizzled::Tile<16, (kShare < 2048 ? kShare / 32 : 64)>;
 
 // Rounds a warp's sums and writes them, some columns after the other.
 template <int kFirst = 0, int kCols8>
