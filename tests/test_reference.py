@@ -997,6 +997,17 @@ def test_packed_calls_that_do_not_fit_are_errors(changes):
         backward(inputs)
 
 
+def test_lists_are_arrays_and_shapes_are_named():
+    i = small()
+    expected = attention_backward(i.dout, i.q, i.k, i.v)
+    lists = attention_backward(*(x.tolist() for x in (i.dout, i.q, i.k, i.v)))
+    assert all(np.array_equal(x, y) for x, y in zip(lists[:3], expected[:3], strict=True))
+    assert np.array_equal(attention(i.q.tolist(), i.k, i.v), attention(i.q, i.k, i.v))
+    message = rf"do not fit together with layout='bshd': q {i.q.shape}, k {i.k[:, :1].shape}, v "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(i.q, i.k[:, :1], i.v)
+
+
 def test_packed_arrays_have_no_batch_axis():
     i = small()
     with pytest.raises(ValueError, match="3 axes"):
