@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"cache: {_attempt(report, lambda: _cache(report)) or 'none'}")
     compiler = _attempt(report, _compiler)
     print(f"C++ compiler: {compiler or 'none'}")
-    has_cupy = _attempt(report, lambda: environment.import_cupy().__version__) is not None
+    with _quiet():
+        has_cupy = _attempt(report, lambda: environment.import_cupy().__version__) is not None
     if has_cupy:
         print(f"NVRTC: {_attempt(report, _nvrtc) or 'none'}")
     count = _attempt(report, environment.gpu_count) if has_cupy else None
