@@ -74,7 +74,8 @@ def attention(
         Added to the scores, whatever the layout; any axis may have length 1, for all. Of q's dtype
         or float32 (float64 for float64). A bias of -inf hides the key.
     mask : array of bool, of the shapes of `bias`, optional
-        True where the query sees the key. Joins `causal` and `window` by "and".
+        True where the query sees the key. Joins `causal` and `window` by "and". One of padding,
+        (batch, seqlen_kv), goes in as ``mask[:, None, None]``.
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
         ``slope * abs(p - j)`` is subtracted from the scores. float32 (float64 for float64).
     sinks : array, shape (heads_q,), optional

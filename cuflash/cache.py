@@ -189,7 +189,7 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
         try:
             _make(path, build)
         except (OSError, RuntimeError) as error:
-            full = disk.explain(error, path.parent)
+            full = disk.explain(error, {"CUFLASH_CACHE_DIR": path.parent})
             if full is None:
                 raise
             raise full from error

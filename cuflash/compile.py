@@ -101,10 +101,9 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _nvrtc() -> Any:
-    environment.import_cupy()
+    cupy = environment.import_cupy()
     try:
-        from cupy.cuda import nvrtc
-
+        nvrtc = cupy.cuda.nvrtc
         nvrtc.getVersion()
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

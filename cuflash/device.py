@@ -68,9 +68,7 @@ def gpu(index: int) -> Device:
     RuntimeError
         The GPU is older than compute capability 7.5.
     """
-    from cupy.cuda import runtime
-
-    facts = runtime.getDeviceProperties(index)
+    facts = environment.import_cupy().cuda.runtime.getDeviceProperties(index)
     capability = facts["major"], facts["minor"]
     name = facts["name"].decode()
     if capability < (7, 5):

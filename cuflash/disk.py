@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = ["Unusable", "explain", "load"]
@@ -22,6 +23,8 @@ class Unusable(RuntimeError):
 
 def _has_room(folder: Path) -> bool:
     """Whether some megabytes can be had there, which are given back at once."""
+    while not folder.exists():  # who was to make it may not have come so far
+        folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, _ROOM)
@@ -30,7 +33,7 @@ def _has_room(folder: Path) -> bool:
     return True
 
 
-def explain(error: Exception, cache: Path | None = None) -> Unusable | None:
+def explain(error: Exception, folders: Mapping[str, Path] | None = None) -> Unusable | None:
     """Return what to raise in place of an error that came of a full disk, or None.
 
     Compilers say it in many ways, and some crash. So the folders are tried.
@@ -39,10 +42,13 @@ def explain(error: Exception, cache: Path | None = None) -> Unusable | None:
     ----------
     error : Exception
         What writing, or a compiler, has failed with.
-    cache : path, optional
-        The folder that was written to, besides that of temporary files.
+    folders : mapping of str to path, optional
+        What was written to besides the folder of temporary files, by the variable of the
+        environment that names the place.
     """
-    places = {} if cache is None else {"CUFLASH_CACHE_DIR": cache}
+    if isinstance(error, Unusable):
+        return None  # it says so already
+    places = dict(folders or {})
     with contextlib.suppress(FileNotFoundError):  # where there is no place for temporary files
         # What is set comes first: Python passes over a full folder, and compilers do not.
         places["TMPDIR"] = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
@@ -51,9 +57,9 @@ def explain(error: Exception, cache: Path | None = None) -> Unusable | None:
         full = [*places][:1]
     if not full:
         return None
-    folders = " and ".join(str(places[name]) for name in full)
+    where = " and ".join(str(places[name]) for name in full)
     return Unusable(
-        f"kernels cannot be compiled, since no room is left in {folders}: delete something there, "
+        f"kernels cannot be compiled, since no room is left in {where}: delete something there, "
         f"or name a folder on another disk in {' and '.join(full)}"
     )
 

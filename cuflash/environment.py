@@ -24,6 +24,8 @@ _INSTALL_CUPY = (
     "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12`"
 )
 
+_DLPACK_CPU = 1  # kDLCPU of DLPack
+
 
 class Absent(RuntimeError):
     """A package is not installed, and is needed for some arrays only; the text says for which."""
@@ -53,7 +55,8 @@ def _import(name: str, absent: str, broken: Callable[[str], str]) -> Any:
     except Exception as error:  # a library that lacks, or one of another version of Python or NumPy
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise Absent(absent) from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = error.__cause__ or error  # CuPy wraps it in a page of text
+        reason = (str(first).strip() or type(first).__name__).splitlines()[0]
         raise RuntimeError(broken(reason)) from error
 
 
@@ -80,7 +83,8 @@ def _no_gpu(reason: str) -> RuntimeError:
         return RuntimeError(
             f"there is no driver for NVIDIA GPUs, or it is older than CuPy's CUDA ({reason}); "
             "install or update the driver, or take CuPy for an older CUDA; in a "
-            "container, start it with access to the GPUs (`--gpus all`)"
+            "container, start it with access to the GPUs (`--gpus all`); NumPy arrays run on the "
+            "CPU back end instead"
         )
     return RuntimeError(
         f"CUDA finds no GPU ({reason}); look whether `nvidia-smi` lists one and "
@@ -120,5 +124,13 @@ def ml_dtypes_problem() -> str | None:
 
 def advice_on_dtype(x: Any) -> str:
     """Return what to add to an error about an array of another library, if that may help."""
-    problem = ml_dtypes_problem() if "bfloat16" in str(getattr(x, "dtype", "")) else None
-    return f"; {problem}" if problem else ""
+    if "bfloat16" not in str(getattr(x, "dtype", "")):
+        return ""
+    if problem := ml_dtypes_problem():
+        return f"; {problem}"
+    if x.__dlpack_device__()[0] == _DLPACK_CPU:
+        return (
+            "; NumPy takes no bfloat16 that way: pass a NumPy array, from PyTorch "
+            "x.view(torch.int16).numpy().view(ml_dtypes.bfloat16), from JAX numpy.asarray(x)"
+        )
+    return ""

@@ -9,7 +9,9 @@ absent where it is not installed, which is no problem.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import platform
 import time
 import warnings
@@ -44,12 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parser.parse_args(arguments).clear:
         return _clear()
     report = _Report()
-    for line in _versions():
-        print(line)
+    with _quiet():
+        versions = _versions()
+    print(*versions, sep="\n")
     print(f"cache: {_attempt(report, lambda: _cache(report)) or 'none'}")
     compiler = _attempt(report, _compiler)
     print(f"C++ compiler: {compiler or 'none'}")
-    has_cupy = _attempt(report, lambda: environment.import_cupy().__version__) is not None
+    with _quiet():
+        has_cupy = _attempt(report, lambda: environment.import_cupy().__version__) is not None
     if has_cupy:
         print(f"NVRTC: {_attempt(report, _nvrtc) or 'none'}")
     count = _attempt(report, environment.gpu_count) if has_cupy else None
@@ -60,13 +64,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for index in range(count or 0)
         if _attempt(report, lambda i=index: _gpu(i)) is not None
     ]
-    _attempt(report, environment.import_ml_dtypes)
+    with _quiet():
+        _attempt(report, environment.import_ml_dtypes)
     usable = [_works(report, "NumPy arrays", _test_cpu if compiler else None)]
     usable += [_works(report, f"CuPy arrays on GPU {i}", lambda i=i: _test_gpu(i)) for i in gpus]
     for index in gpus:
         _attempt(report, lambda i=index: _test_cupy(i))
     report.show()
     return 0 if any(usable) else 1
+
+
+def _quiet() -> contextlib.AbstractContextManager[object]:
+    """Let imports print nothing: what they raise is said, and NumPy shows it on a page besides."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 class _Report:

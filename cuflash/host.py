@@ -132,7 +132,7 @@ def find_compiler() -> Compiler:
     ------
     RuntimeError
         If there is none, or if ``$CXX`` does not work, or if this is not Linux, or if the folder of
-        temporary files is full or mounted noexec.
+        temporary files is full or mounted noexec, or ziglang's cache is full.
     """
     if not sys.platform.startswith("linux"):
         raise RuntimeError("running kernels on the CPU needs Linux for now")
@@ -143,7 +143,10 @@ def find_compiler() -> Compiler:
         except disk.Unusable:  # no compiler's fault
             raise
         except (OSError, ValueError, RuntimeError) as error:
-            raise RuntimeError(f"the C++ compiler that $CXX names does not work: {error}") from None
+            raise RuntimeError(
+                f"the C++ compiler that $CXX names does not work: {error}; name another one in "
+                "CXX, or unset it"
+            ) from None
     candidates: list[tuple[str, ...]] = [
         (program,) for program in ("g++", "clang++") if shutil.which(program)
     ]
@@ -230,7 +233,8 @@ def compile_library(
 def _run(command: Sequence[str]) -> str:
     """Run a program and return its output; RuntimeError with what it said if it fails."""
     environment = {**os.environ, "LC_ALL": "C"}
-    if any("zig" in part for part in command):
+    is_zig = any("zig" in part for part in command)
+    if is_zig:
         environment = {**_zig_caches(), **environment}
     result = subprocess.run(
         command,
@@ -243,19 +247,28 @@ def _run(command: Sequence[str]) -> str:
         check=False,
     )
     if result.returncode:
-        raise RuntimeError(f"{shlex.join(command)} failed:\n{result.stdout.strip()}")
+        error = RuntimeError(f"{shlex.join(command)} failed:\n{result.stdout.strip()}")
+        raise (disk.explain(error, _zig_place()) if is_zig else None) or error
     return result.stdout
+
+
+def _zig_place() -> dict[str, Path]:
+    """Return where zig caches, by the variable that names the place; empty if it has none."""
+    own, base, home = map(os.environ.get, ("ZIG_GLOBAL_CACHE_DIR", "XDG_CACHE_HOME", "HOME"))
+    if own:
+        return {"ZIG_GLOBAL_CACHE_DIR": Path(own).absolute()}
+    if base or home:  # else zig looks no further
+        return {"XDG_CACHE_HOME": Path(base or Path(home or "/", ".cache"), "zig").absolute()}
+    return {}
 
 
 @functools.lru_cache(maxsize=1)
 def _zig_caches() -> dict[str, str]:
     """Return where zig shall cache, if it cannot do so in its own place: it would not run."""
-    home, cache = os.environ.get("HOME"), os.environ.get("XDG_CACHE_HOME")
-    if home or cache:  # else zig looks no further
-        folder = Path(cache or Path(home or "/", ".cache"), "zig").absolute()
+    for folder in _zig_place().values():
         while not folder.exists():
             folder = folder.parent
-        if os.access(folder, os.W_OK):
+        if folder.is_dir() and os.access(folder, os.W_OK):
             return {}
     private = tempfile.mkdtemp(prefix="cuflash-zig-")
     atexit.register(shutil.rmtree, private, ignore_errors=True)
@@ -427,6 +440,8 @@ class HostKernel:
             )
             if launch.fault_offset:
                 text += f", {_source_line(os.fsdecode(library.value), launch.fault_offset)}"
+            if ".so+0x" in text and not shutil.which("addr2line"):
+                text += " (addr2line, of the package binutils, finds lines for these offsets)"
             raise KernelFault(text)
 
 

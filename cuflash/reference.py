@@ -141,7 +141,7 @@ def attention(
     options = Options(
         scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed
     )
-    batched = q.ndim == 4
+    batched = np.ndim(q) == 4
     q, k, v = heads_first(layout, q, k, v)
     options.check_shapes(*q.shape[:2])
     out, lse = _forward(q, k, v, options)
@@ -189,7 +189,7 @@ def attention_backward(
     options = Options(
         scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, dropout_p, seed
     )
-    batched = q.ndim == 4
+    batched = np.ndim(q) == 4
     q, k, v, dout = heads_first(layout, q, k, v, dout)
     options.check_shapes(*q.shape[:2])
     grads = _backward(dout, q, k, v, read_dlse(dlse, batched, q), options)

@@ -29,15 +29,18 @@ def heads_first(layout: str, *arrays: Any, packed: bool = False) -> list[np.ndar
     """q, k, v[, dout] as float64 (batch, heads, seq, dim), if their shapes fit together."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-    if {x.ndim for x in arrays} not in ({3}, {3 if packed else 4}):
-        axes = "3" if packed else "3 axes each or 4"
-        raise ValueError(f"expected {axes} axes each, got {[x.ndim for x in arrays]}")
-    xs = [float64(x) if x.ndim == 4 else float64(x)[None] for x in arrays]
+    given = [float64(x) for x in arrays]
+    names = ("q", "k", "v", "dout")
+    shapes = ", ".join(f"{n} {x.shape}" for n, x in zip(names, given, strict=False))
+    if {x.ndim for x in given} not in ({3}, {3 if packed else 4}):
+        axes = "3 axes each" if packed else "3 axes each or 4"
+        raise ValueError(f"q, k, v: expected {axes}, got {shapes}")
+    xs = [x if x.ndim == 4 else x[None] for x in given]
     xs = [x.swapaxes(1, 2) for x in xs] if layout == "bshd" else xs
     (batch, hq, sq, d), (_, hkv, sk, _), (*_, dv) = (x.shape for x in xs[:3])
     want = [(batch, hq, sq, d), (batch, hkv, sk, d), (batch, hkv, sk, dv), (batch, hq, sq, dv)]
     if [x.shape for x in xs] != want[: len(xs)] or hq != hq // max(hkv, 1) * hkv:
-        raise ValueError(f"shapes do not fit together: {[x.shape for x in arrays]}")
+        raise ValueError(f"shapes do not fit together with layout={layout!r}: {shapes}")
     return xs
 
 

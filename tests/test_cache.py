@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builder import needs_zig
 
 import cuflash
 from cuflash import cache, compile, device, disk, host, launch, select, source
@@ -338,6 +339,46 @@ def test_a_compiler_that_found_a_full_disk(
     assert str(caught.value).endswith(f" in {' and '.join(names[name] for name in full)}")
 
 
+@pytest.mark.parametrize(
+    ("variable", "below"), [("XDG_CACHE_HOME", "zig"), ("HOME", ".cache/zig"), ("ZIG", "")]
+)
+def test_the_cache_of_zig_on_a_full_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, below: str
+) -> None:
+    """With a program in the place of zig, which says something else each time."""
+    for name in ("XDG_CACHE_HOME", "ZIG_GLOBAL_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    variable = variable.replace("ZIG", "ZIG_GLOBAL_CACHE_DIR")
+    monkeypatch.setenv(variable, str(tmp_path / "small"))
+    zig = tmp_path / "zig"
+    zig.write_text("#!/bin/sh\necho it crashed\nexit 1\n")
+    zig.chmod(0o755)
+    with pytest.raises(RuntimeError, match="it crashed") as plain:
+        host._run([str(zig)])
+    assert not isinstance(plain.value, disk.Unusable)
+    full = [tmp_path / "small" / below]
+    monkeypatch.setattr(disk, "_has_room", lambda path: path not in full)
+    cure = "XDG_CACHE_HOME" if variable == "HOME" else variable
+    message = rf"no room is left in {full[0]}: delete something there, .* in {cure}$"
+    with pytest.raises(disk.Unusable, match=message):
+        host._run([str(zig)])
+    full.append(folder)  # a disk that both share: what moves both is said
+    with pytest.raises(disk.Unusable, match=message):
+        cache.cached("a.so", lambda path: print(host._run([str(zig)])))
+
+
+def test_zig_caches_elsewhere_if_its_place_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    for base, own in ((tmp_path, True), (tmp_path / "file", False)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+        host._zig_caches.cache_clear()
+        assert (host._zig_caches() == {}) == own
+    host._zig_caches.cache_clear()
+
+
 def test_other_errors_come_through(folder: Path) -> None:
     for error in (RuntimeError("does not compile"), OSError(errno.EIO, "the disk is broken")):
 
@@ -411,6 +452,20 @@ def test_a_disk_that_is_really_full(
     last = done.stderr.rstrip().splitlines()[-1]
     assert f"no room is left in {tmp_path / 'small'}: delete" in last
     assert last.endswith(f" in {variable}")
+
+
+@needs_mounts
+@needs_zig
+def test_a_cache_of_zig_that_is_really_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "small"))
+    monkeypatch.setenv("CXX", f"{sys.executable} -m ziglang c++")
+    done = mounted(tmp_path / "small", "size=1m", CALL)
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert f"no room is left in {tmp_path / 'small' / 'zig'}: delete" in last
+    assert last.endswith(" in XDG_CACHE_HOME")
 
 
 @needs_mounts
@@ -668,7 +723,10 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("chosen", ["/no/such/compiler", "false", "true", "g++ 'unfinished"])
 def test_a_broken_compiler_is_not_replaced(monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
     monkeypatch.setenv("CXX", chosen)
-    with pytest.raises(RuntimeError, match=r"^the C\+\+ compiler that \$CXX names does not work: "):
+    message = (
+        r"(?s)^the C\+\+ compiler that \$CXX names does not work: .*; name another one in CXX, or"
+    )
+    with pytest.raises(RuntimeError, match=message):
         attend()
 
 

@@ -159,6 +159,18 @@ def test_a_cupy_that_does_not_load(tmp_path: Path) -> None:
     assert "CuPy that does not load" in done.stdout
 
 
+def test_a_cupy_that_hides_its_reason(tmp_path: Path) -> None:
+    """As CuPy does: a page of text, which begins with a line of dashes."""
+    (tmp_path / "cupy").mkdir()
+    wrapped = (
+        "try: import no_such_part\nexcept ImportError as e: raise ImportError('===\\nx') from e"
+    )
+    (tmp_path / "cupy" / "__init__.py").write_text(wrapped)
+    done = run(SELF_TEST, first=str(tmp_path))
+    want = "CuPy does not load (No module named 'no_such_part'); install the packages"
+    assert any(problem.startswith(want) for problem in problems(done))
+
+
 @pytest.mark.parametrize(
     ("reason", "want"),
     [
@@ -288,7 +300,8 @@ cuflash.attention(Tensor(), Tensor(), Tensor())
     message = said(code, hidden=("ml_dtypes",))
     assert message.startswith("TypeError: q: Tensor does not come in through DLPack: Unsupported")
     assert f"; {want}" in message
-    assert want not in said(code)
+    message = said(code)
+    assert want not in message and "; NumPy takes no bfloat16 that way: pass a NumPy" in message
     done = run(SELF_TEST, hidden=("ml_dtypes", "cupy"))
     assert [text.startswith(want) for text in absent(done)] == [False, True]
     assert problems(done) == [] and done.returncode == 0
@@ -300,7 +313,8 @@ cuflash.attention(Tensor(), Tensor(), Tensor())
     ids=["import", "module"],
 )
 def test_an_ml_dtypes_that_does_not_load(tmp_path: Path, fault: str) -> None:
-    (tmp_path / "ml_dtypes.py").write_text(f"raise {fault}")
+    noise = "import sys; print('A module that was compiled using NumPy 1.x', file=sys.stderr)\n"
+    (tmp_path / "ml_dtypes.py").write_text(f"{noise}raise {fault}")
     want = (
         "bfloat16 arrays need the package ml_dtypes, which does not load (made for NumPy 1); "
         "install it anew, for this Python and NumPy: `pip install -U --force-reinstall --no-deps"

@@ -294,6 +294,16 @@ def test_fault_is_reported(build: Builder, number: int) -> None:
         check_report(build, number, seed)
 
 
+def test_a_report_without_lines_says_what_finds_them(
+    build: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(build, 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(host.KernelFault) as caught:
+        fault(build, 17)
+    assert re.search(r"overflow, \w+\.so\+0x[0-9a-f]+ \(addr2line, of the .*\)$", str(caught.value))
+
+
 def test_shared_memory_too_small(build: Builder) -> None:
     with pytest.raises(host.KernelFault, match=r"needs 512 bytes .* the launch has 508"):
         fault(build, 0, smem_bytes=508)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import ml_dtypes
@@ -995,6 +996,18 @@ def test_packed_calls_that_do_not_fit_are_errors(changes):
         forward(inputs)
     with pytest.raises(ValueError):
         backward(inputs)
+
+
+def test_lists_are_arrays_and_shapes_are_named():
+    i = small()
+    expected = attention_backward(i.dout, i.q, i.k, i.v)
+    lists = attention_backward(*(x.tolist() for x in (i.dout, i.q, i.k, i.v)))
+    for name in ("dq", "dk", "dv"):
+        assert np.array_equal(getattr(lists, name), getattr(expected, name))
+    assert np.array_equal(attention(i.q.tolist(), i.k, i.v), attention(i.q, i.k, i.v))
+    message = rf"do not fit together with layout='bshd': q {i.q.shape}, k {i.k[:, :1].shape}, v "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(i.q, i.k[:, :1], i.v)
 
 
 def test_packed_arrays_have_no_batch_axis():
